@@ -1,4 +1,4 @@
-"""Tokenmill's names for Python: the engine, runs over files, the worker's class and the base of each package's errors.
+"""The names that Tokenmill offers to Python programs: the engine, runs over files, the worker's class, and errors.
 
     import tokenmill
 
@@ -31,8 +31,8 @@ __all__ = [
     "submit",
 ]
 
-#: Name -> the package that it is imported from.
-_PACKAGE_OF = {
+#: By name: the package from which the name is imported.
+_PACKAGES = {
     "BatchWorker": "worker",
     "Completion": "engine",
     "Engine": "engine",
@@ -51,13 +51,13 @@ _PACKAGE_OF = {
 if not TYPE_CHECKING:  # a type checker that sees `__getattr__` lets misspelled names pass
 
     def __getattr__(name: str) -> object:
-        """Import a public name from its package. Raises AttributeError for any other."""
-        if name not in _PACKAGE_OF:
+        """Import a public name from its package. Raises AttributeError for any other name."""
+        if name not in _PACKAGES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        package = importlib.import_module(_PACKAGE_OF[name])
+        package = importlib.import_module(_PACKAGES[name])
         return getattr(package, name)
 
 
 def __dir__() -> list[str]:
-    """List the public names too, which nobody may have used yet."""
+    """Return the module's names, with the public names that have not been imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What the dashboard and the API server share: their log, names and addresses, and how they are served."""
+"""What the dashboard and the API server share: the log, the check of host names, and the way to listen and serve."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from jobs.common.plain_log import AUTO, VARIABLE, checked_format, handle_all, is_json
 
-#: Seconds without an answer after which Redis counts as away.
+#: The seconds without an answer after which a call of Redis fails.
 REDIS_TIMEOUT_S = 5.0
 
 logger = logging.getLogger("tokenmill")
@@ -25,9 +25,9 @@ class NotServed(Exception):
 
 
 def start_log(extra: str) -> bool:
-    """Write the log as JSON if TOKENMILL_LOG_FORMAT asks for it; return whether it does. Raises NotServed.
+    """Write the log as JSON if TOKENMILL_LOG_FORMAT says so, and return whether it does. Raises NotServed.
 
-    extra: the extra of Tokenmill that installs what JSON needs.
+    extra: the extra of Tokenmill's package that installs what JSON needs, for the message.
     """
     wanted = os.environ.get(VARIABLE) or AUTO
     try:
@@ -46,7 +46,7 @@ def start_log(extra: str) -> bool:
 
 
 def is_loopback(bind: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine can reach an address on which a server listens."""
     try:
         return ip_address(bind).is_loopback
     except ValueError:
@@ -54,13 +54,16 @@ def is_loopback(bind: str) -> bool:
 
 
 class Hosts:
-    """The names under which a server may be asked for.
+    """The host names by which requests may call a server.
 
-    A name that its owner points at 127.0.0.1 lets pages in a browser read the answers (DNS rebinding).
+    If the owner of a name points that name at 127.0.0.1, his pages in a browser could read the answers (DNS rebinding).
+    So only these hosts are allowed, each with any port, because a tunnel has a port of its own:
 
-    named: `name` or `name:port` of a proxy before it. is_local: it listens on this machine alone, and is
-    asked for as localhost or a loopback address, under any port (a tunnel has its own). Else also by any
-    address in numbers, which nobody else can point here, and by this machine's names, in `named`.
+    - localhost and loopback addresses,
+    - any numeric address, unless the server is local: nobody can point a number elsewhere,
+    - `named`: the `name` or `name:port` of proxies, and of this machine unless the server is local.
+
+    is_local: whether the server listens for this machine only.
     """
 
     def __init__(self, named: Collection[str], *, is_local: bool) -> None:
@@ -68,7 +71,7 @@ class Hosts:
         self._is_local = is_local
 
     def allows(self, host: str) -> bool:
-        """Whether a request's Host header is one of ours."""
+        """Whether a request with this Host header is allowed."""
         host = host.lower()
         if self.is_named(host):
             return True
@@ -85,12 +88,12 @@ class Hosts:
         return address.is_loopback or not self._is_local
 
     def is_named(self, host: str) -> bool:
-        """Whether a Host header is a name of a proxy."""
+        """Whether a host, in lower case, is in `named`, with or without its port."""
         return host in self._named or host.rpartition(":")[0] in self._named
 
 
 def listen(bind: str, port: int, backlog: int) -> socket.socket:
-    """Listen on an address; port 0 takes a free one. Raises NotServed."""
+    """Return a socket that listens on an address. Port 0 takes a free port. Raises NotServed."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         listener = socket.create_server((bind, port), family=family, backlog=backlog)
@@ -98,8 +101,9 @@ def listen(bind: str, port: int, backlog: int) -> socket.socket:
         raise NotServed(
             f"{bind} port {port} cannot be listened on ({error.strerror}): use --port"
         ) from error
-    # Connections inherit it. Otherwise what follows the head of an answer, such as the next event of a stream, waits
-    # 40 ms for the client to acknowledge what came before. asyncio sets it for sockets that it makes itself.
+    # Connections inherit this option. Without it, what follows the head of a response, such as the next event of a
+    # stream, waits 40 ms for the client to acknowledge what came before. asyncio sets the option only for sockets that
+    # it makes itself.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -116,15 +120,16 @@ def run_app(
 ) -> None:
     """Serve an application until the process is told to stop.
 
-    name: what the first line of the log calls it. drain_s: how long requests may go on after that. options: further
-    ones of uvicorn.Config.
+    name: the application's name in the first line of the log. drain_s: how long requests may go on after the process
+    was told to stop. options: further options of uvicorn.Config.
     """
-    shown = f"[{bind}]" if ":" in bind else bind
-    address = f"{name} on http://{shown}:{listener.getsockname()[1]}"
+    host = f"[{bind}]" if ":" in bind else bind
+    port = listener.getsockname()[1]
+    first_line = f"{name} on http://{host}:{port}"
     if writes_json:
-        logger.info(address)
+        logger.info(first_line)
     else:
-        print(address, flush=True)
+        print(first_line, flush=True)
     config = uvicorn.Config(
         app,
         log_config=None if writes_json else uvicorn.config.LOGGING_CONFIG,

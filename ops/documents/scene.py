@@ -34,7 +34,7 @@ from jobs.runs.redis_state.state import RunState, record_reasons
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.statistics.run_statistics import PartStats, Reasons
 from jobs.runs.watching.api_records import BatchRecord, record_batch, record_limited
-from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
+from tokenmill.dashboard.history.recorder import LOCK_KEY, Recorder
 from tokenmill.dashboard.seen.watcher import Look, Watcher
 from worker.store.worker_record import WorkerRecord, process_facts, shown_loading
 
@@ -289,7 +289,7 @@ class Scene:
             self._run_on(clock.at)
             self._tell(clock.at, step / max(1, steps))
             recorder.record()
-        self.connection.delete(TURN_KEY)
+        self.connection.delete(LOCK_KEY)
         # It never ends loading here. If nobody held the context, it would end.
         self._loading = shown_loading(
             self.connection, "gpu-4", ["prompts", "bulk"], "Qwen3-4B", "/models/Qwen3-4B"
@@ -365,10 +365,10 @@ class _Clock:
 
 
 class _FreshWatcher(Watcher):
-    """Looks each time, as the scene's hour passes in seconds."""
+    """Reads Redis at each call, because the scene's hour passes in seconds."""
 
     def look(self) -> Look:
-        return self._look()
+        return self._read_look()
 
 
 class _WorkerSeen:

@@ -1,1 +1,1 @@
-"""`tokenmill dashboard`: one page of what waits, what runs, how fast and what fails, from Redis alone."""
+"""`tokenmill dashboard`: web pages of queues, runs, workers and failed jobs. They are made from Redis alone."""

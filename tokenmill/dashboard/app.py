@@ -1,4 +1,4 @@
-"""The dashboard as an application: its paths, and how each is answered."""
+"""The dashboard as an application: its routes, and the functions that answer them."""
 
 import asyncio
 import secrets
@@ -45,8 +45,8 @@ from tokenmill.dashboard.guard import (
     SESSION_COOKIE,
     SESSION_S,
     Guard,
+    LoginThrottle,
     Sessions,
-    TriesInTurn,
 )
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import Recorder
@@ -58,25 +58,29 @@ from tokenmill.dashboard.views.site import Missing, Moved, Site
 from tokenmill.dashboard.views.table import PAGES, View, missing
 from tokenmill.serving import Hosts
 
-#: The most bytes of a form, and the most seconds until it is here. Our own forms are far smaller.
+#: The most bytes of a form, and the most seconds in which it must come. The dashboard's own forms are far smaller.
 MAX_FORM_BYTES = 1 << 16
 FORM_S = 10.0
 
-#: Seconds for which a browser waits for an action. One that takes longer goes on by itself.
+#: The most seconds for which a browser waits for an action. An action that takes longer goes on without it.
 ACTION_S = 4.0
 
+#: The functions of `display` that templates use as filters.
+_FILTERS = ("number", "rate", "percent", "duration", "moment", "iso", "size")
+
+#: A function that answers a request.
 Answer = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the dashboard is shown.
+    """The options of the dashboard.
 
-    hosts: further names of the dashboard.
-    is_local: whether it listens on this machine alone.
-    tokens: browsers log in with one of them, by the names of the logins; empty if everybody on this machine may look.
-    show_prompts: whether jobs' arguments are shown.
-    queues: the queues that /metrics counts. Without any there is no /metrics.
+    hosts: the names of proxies through which the dashboard may be reached (see Hosts).
+    is_local: whether only this machine reaches the dashboard.
+    tokens: by the name of each login, its token; {} for a dashboard without logins.
+    show_prompts: whether the arguments of jobs are shown.
+    queues: the queues whose metrics /metrics has. Without queues, there is no /metrics.
     """
 
     hosts: Collection[str] = ()
@@ -87,7 +91,7 @@ class Options:
 
 
 class Dashboard:
-    """Answers all requests. Redis is read in threads, once for each page."""
+    """Answers all requests. Redis is read in threads."""
 
     def __init__(self, connection: Redis, options: Options) -> None:
         self.watcher = Watcher(connection)
@@ -97,78 +101,82 @@ class Dashboard:
         self._sessions = Sessions(options.tokens) if options.tokens else None
         failures = FailureIndex(connection)
         self._site = Site(
-            self.watcher,
-            failures,
-            FailedRows(connection),
-            RunsSeen(connection),
-            options.show_prompts,
+            watcher=self.watcher,
+            failures=failures,
+            failed_rows=FailedRows(connection),
+            runs=RunsSeen(connection),
+            show_prompts=options.show_prompts,
         )
         self._actions = ActionRunner(connection, failures)
-        self._tries = TriesInTurn()
+        self._login_throttle = LoginThrottle()
         self._metrics = QueueMetrics(connection, options.queues)
-        # Each process has its own. A page of an earlier process gets the new token with its next update.
+        # Each process makes its own. An open page of an earlier process gets the new token with its next update.
         self._form_token = secrets.token_urlsafe(32)
-        self._templates = Environment(
+        self._templates = self._template_environment()
+
+    def _template_environment(self) -> Environment:
+        """Return the environment of the templates, with their filters and global names."""
+        environment = Environment(
             loader=PackageLoader("tokenmill.dashboard"),
             autoescape=select_autoescape(default=True, default_for_string=True),
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        for name in ("number", "rate", "percent", "duration", "moment", "iso", "size"):
-            self._templates.filters[name] = getattr(display, name)
-        self._templates.filters["safe_name"] = safe_name
-        self._templates.filters["quoted"] = quoted
-        self._templates.globals.update(
+        for name in _FILTERS:
+            environment.filters[name] = getattr(display, name)
+        environment.filters["safe_name"] = safe_name
+        environment.filters["quoted"] = quoted
+        environment.globals.update(
             share=display.share,
             form_token=self._form_token,
             time_left=time_left,
             why=why,
             release_text=release_text,
         )
+        return environment
 
     def app(self) -> ASGIApp:
-        """Return the application."""
-        pages = [Route(path, self._page(view)) for path, view in PAGES.items()]
-        actions = [
-            Route(path, self._action(act), methods=["POST"]) for path, act in ACTIONS.items()
+        """Return the application with all its routes, behind the guard."""
+        routes: list[Route | Mount] = [
+            Route("/series.json", self._show_charts),
+            Route("/livez", self._livez),
+            Route("/login", self._show_login, methods=["GET"]),
+            Route("/login", self._log_in, methods=["POST"]),
+            Route("/logout", self._log_out, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
         ]
-        app = Starlette(
-            lifespan=self._lifespan,
-            routes=[
-                Route("/series.json", self._series),
-                Route("/livez", self._livez),
-                *([Route(METRICS_PATH, self._tell)] if self._options.queues else []),
-                Route("/login", self._show_login, methods=["GET"]),
-                Route("/login", self._log_in, methods=["POST"]),
-                Route("/logout", self._log_out, methods=["POST"]),
-                Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
-                *actions,
-                *pages,
-                Route("/{path:path}", self._page(missing)),
-            ],
-        )
-        return Guard(
-            app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions
-        )
+        if self._options.queues:
+            routes.append(Route(METRICS_PATH, self._show_metrics))
+        for path, action in ACTIONS.items():
+            routes.append(Route(path, self._action(action), methods=["POST"]))
+        for path, view in PAGES.items():
+            routes.append(Route(path, self._page(view)))
+        routes.append(Route("/{path:path}", self._page(missing)))
+        app = Starlette(lifespan=self._lifespan, routes=routes)
+        hosts = Hosts(self._options.hosts, is_local=self._options.is_local)
+        return Guard(app, hosts, self._sessions)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Close the dashboard when the application ends."""
         yield
         await run_in_threadpool(self.close)
 
     def close(self) -> None:
-        """Begin nothing more, and read no more failed jobs."""
+        """Begin no more actions, and stop reading failed jobs."""
         self._actions.close()
         self._site.failures.close()
 
     def _page(self, view: View) -> Answer:
+        """Return a function that answers with a page. view: reads what the page shows."""
         connection = self.watcher.connection
 
         async def answer(request: Request) -> Response:
             def read() -> dict[str, Any]:
-                page = view(self._site, request)
-                return {**page, "troubles": [safe_name(text, 500) for text in troubles(connection)]}
+                facts = view(self._site, request)
+                facts["troubles"] = [safe_name(text, 500) for text in troubles(connection)]
+                return facts
 
             try:
                 facts = await run_in_threadpool(read)
@@ -177,13 +185,13 @@ class Dashboard:
             except Missing as missing:
                 return self._render(request, "missing", 404, text=str(missing))
             except RedisError as error:
-                return self._away(request, error)
+                return self._render_away(request, error)
             return self._render(request, view.__name__, 200, **facts)
 
         return answer
 
-    def _away(self, request: Request, error: RedisError) -> Response:
-        """Say that Redis does not answer. An open page stays as it is, and asks again."""
+    def _render_away(self, request: Request, error: RedisError) -> Response:
+        """Return a page that says that Redis does not answer. An open page does not show it, and goes on updating."""
         is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
         problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
         detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
@@ -193,31 +201,37 @@ class Dashboard:
         return response
 
     def _render(self, request: Request, template: str, status: int, **facts: Any) -> HTMLResponse:
-        """Answer with a page, or only with its inner part if an open page updates itself.
+        """Return a page, or only its inner part for an open page that updates itself.
 
-        An update has the status 200 even if it reports a problem. Browsers would log any other as an error.
+        An update has the status 200 even if it reports a problem, because browsers log any other status as an error.
         """
-        update = _is_update(request)
-        html = self._templates.get_template(f"pages/{template}.html").render(
-            layout="parts/update.html" if update else "parts/base.html",
-            now=time.time(),
-            path=request.url.path,
-            here=_here(request),
-            has_login=self._sessions is not None,
-            notice=self._actions.outcome(request.query_params.get("done", "")),
-            work=self._actions.long_texts(),
-            searched=request.query_params.get("q", ""),
-            login=_login(request),
-            **{"problem": None, "detail": None, "troubles": (), **facts},
-        )
-        return HTMLResponse(html, 200 if update else status)
+        is_update = _is_update(request)
+        values: dict[str, Any] = {
+            "layout": "parts/update.html" if is_update else "parts/base.html",
+            "now": time.time(),
+            "path": request.url.path,
+            "here": _here(request),
+            "has_login": self._sessions is not None,
+            "notice": self._actions.outcome(request.query_params.get("done", "")),
+            "work": self._actions.long_texts(),
+            "searched": request.query_params.get("q", ""),
+            "login": _login(request),
+            "problem": None,
+            "detail": None,
+            "troubles": (),
+        }
+        values.update(facts)
+        html = self._templates.get_template(f"pages/{template}.html").render(values)
+        return HTMLResponse(html, 200 if is_update else status)
 
-    async def _series(self, request: Request) -> Response:
-        """Answer with a page's charts. Parameters: of, name (of the queue, worker or run), range."""
-        asked = request.query_params
-        words = asked.get("of", "overview"), asked.get("name", ""), asked.get("range", "1h")
+    async def _show_charts(self, request: Request) -> Response:
+        """Respond with a page's charts as JSON. Parameters: of, name (of the queue, worker or run), range."""
+        parameters = request.query_params
+        of = parameters.get("of", "overview")
+        name = parameters.get("name", "")
+        range_ = parameters.get("range", "1h")
         try:
-            charts = await run_in_threadpool(self._charts.read, *words)
+            charts = await run_in_threadpool(self._charts.read, of, name, range_)
         except RedisError as error:
             problem = f"{type(error).__name__}: {error}"
             return JSONResponse({"problem": safe_name(problem, 300)}, 503)
@@ -226,62 +240,62 @@ class Dashboard:
         return JSONResponse({**charts, "problem": safe_name(self.recorder.problem, 300)})
 
     async def _livez(self, request: Request) -> Response:
-        """Say that the process answers. Redis is not asked, because a restart would not bring it back."""
+        """Respond as long as the process lives, whether or not Redis answers: a restart would not bring Redis back."""
         return PlainTextResponse("ok\n")
 
-    async def _tell(self, request: Request) -> Response:
+    async def _show_metrics(self, request: Request) -> Response:
+        """Respond with the metrics of the queues, for Prometheus."""
         try:
             accept = request.headers.get("accept", "")
-            body, kind = await run_in_threadpool(self._metrics.exposition, accept)
+            body, content_type = await run_in_threadpool(self._metrics.exposition, accept)
         except RedisError as error:
             return PlainTextResponse(f"Redis does not answer: {safe_name(str(error), 300)}\n", 503)
-        return Response(body, media_type=kind)
+        return Response(body, media_type=content_type)
 
-    def _action(self, act: Action) -> Answer:
-        """Return what carries out the form of one of our pages, then leads back to that page."""
+    def _action(self, action: Action) -> Answer:
+        """Return a function that carries out a page's form, and then leads the browser back to that page."""
 
         async def answer(request: Request) -> Response:
-            form = await _form(request)
-            if not _same(form.get("form_token"), self._form_token):
+            form = await _read_form(request)
+            if not _is_same_token(form.get("form_token"), self._form_token):
                 text = "This page is from an earlier dashboard: load it again, then try once more."
                 return self._render(request, "missing", 403, text=text)
-            running = self._actions.begin(act, _login(request), form)
-            done = ""
+            running = self._actions.begin(action, _login(request), form)
+            outcome_id = ""
             try:
-                waited = asyncio.shield(asyncio.wrap_future(running.future))
-                done = await asyncio.wait_for(waited, ACTION_S)
+                future = asyncio.shield(asyncio.wrap_future(running.future))
+                outcome_id = await asyncio.wait_for(future, ACTION_S)
             except TimeoutError:
                 self._actions.leave(running)
             except RedisError as error:
-                return self._away(request, error)
-            back = form.get("back", "/")
-            mark = "&" if "?" in back else "?"
-            return RedirectResponse(f"{back if _is_ours(back) else '/'}{mark}done={done}", 303)
+                return self._render_away(request, error)
+            back = _own_path(form.get("back", "/"))
+            separator = "&" if "?" in back else "?"
+            return RedirectResponse(f"{back}{separator}done={outcome_id}", 303)
 
         return answer
 
     async def _show_login(self, request: Request, wrong: str = "") -> Response:
-        to = request.query_params.get("to", "/")
-        html = self._templates.get_template("pages/login.html").render(
-            wrong=wrong, to=to if _is_ours(to) else "/"
-        )
+        """Respond with the page for logging in. wrong: why the last try failed."""
+        to = _own_path(request.query_params.get("to", "/"))
+        html = self._templates.get_template("pages/login.html").render(wrong=wrong, to=to)
         return HTMLResponse(html, 403 if wrong else 200)
 
     async def _log_in(self, request: Request) -> Response:
-        form = await _form(request)
+        """Check the token of a form. If it is right, set the session's cookie and lead to the wanted page."""
+        form = await _read_form(request)
         if self._sessions is None:
             return RedirectResponse("/", 303)
-        if not await self._tries.take():
+        if not await self._login_throttle.wait():
             text = "Too many wrong tokens were tried: wait a moment, then try again.\n"
             return PlainTextResponse(text, 429, {"Retry-After": "5"})
         name = self._sessions.name_of(form.get("token"))
-        self._tries.note(is_right=name is not None)
+        self._login_throttle.record(is_right=name is not None)
         if name is None:
             return await self._show_login(
                 request, "That is not the token that the dashboard was started with."
             )
-        to = form.get("to", "/")
-        response = RedirectResponse(to if _is_ours(to) else "/", 303)
+        response = RedirectResponse(_own_path(form.get("to", "/")), 303)
         response.set_cookie(
             SESSION_COOKIE,
             self._sessions.open(name, time.time()),
@@ -293,41 +307,45 @@ class Dashboard:
         return response
 
     async def _log_out(self, request: Request) -> Response:
-        form = await _form(request)
+        """Delete the session's cookie, if the form is from one of our pages."""
+        form = await _read_form(request)
         response = RedirectResponse("/login" if self._sessions else "/", 303)
-        if _same(form.get("form_token"), self._form_token):
+        if _is_same_token(form.get("form_token"), self._form_token):
             response.delete_cookie(SESSION_COOKIE)
         return response
 
 
 def _here(request: Request) -> str:
-    """Return the page's address without the word of the action that led to it."""
-    items = [item for item in request.query_params.multi_items() if item[0] != "done"]
-    query = urlencode(items)
-    return quote(request.url.path) + (f"?{query}" if query else "")
+    """Return the path and query of a page, without the parameter `done`, which an action has added."""
+    parameters = [item for item in request.query_params.multi_items() if item[0] != "done"]
+    path = quote(request.url.path)
+    return f"{path}?{urlencode(parameters)}" if parameters else path
 
 
 def _is_update(request: Request) -> bool:
+    """Whether an open page requests its own update."""
     return "hx-request" in request.headers
 
 
-def _is_ours(path: str) -> bool:
-    """Whether a path leads to this site. Browsers take // and /\\ for other hosts."""
-    return path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+def _own_path(path: str) -> str:
+    """Return a path from a request; "/" if it does not lead to this site. Browsers take // and /\\ for other hosts."""
+    is_own = path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+    return path if is_own else "/"
 
 
-def _same(sent: str, expected: str) -> bool:
+def _is_same_token(sent: str, expected: str) -> bool:
+    """Whether two tokens are the same. The time that this takes does not tell where they differ."""
     return secrets.compare_digest(sent.encode(errors="surrogatepass"), expected.encode())
 
 
 def _login(request: Request) -> str:
-    """Return the name of the login that a request comes with."""
+    """Return the name of the login of a request."""
     name: str = getattr(request.state, "who", NO_LOGIN)
     return name
 
 
-async def _form(request: Request) -> Form:
-    """Return the fields of a form. They are empty if it is too large or comes too slowly."""
+async def _read_form(request: Request) -> Form:
+    """Return the form of a request; an empty form if it is too large or comes too slowly."""
     body = b""
     try:
         async with asyncio.timeout(FORM_S):

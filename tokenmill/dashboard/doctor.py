@@ -1,4 +1,4 @@
-"""What `tokenmill doctor --role dashboard` looks at beside Redis. Imported by name."""
+"""The checks of `tokenmill doctor --role dashboard`, besides those of Redis. The doctor imports this module by name."""
 
 import os
 from collections.abc import Iterator
@@ -9,16 +9,20 @@ from tokenmill.serving import NotServed
 
 
 def checks() -> list[Examination]:
-    """Return what is looked at where a dashboard runs."""
+    """Return the checks for a machine on which a dashboard runs."""
     return [Examination("dashboard", _check)]
 
 
 def _check() -> Iterator[Finding]:
+    """Check that the dashboard's packages are installed, and that its tokens are right."""
     yield from missing("dashboard")
     try:
         tokens = check_tokens(os.environ, "127.0.0.1")
     except NotServed as error:
-        yield fault("dashboard", str(error).partition(":")[0], str(error).partition(": ")[2])
+        problem, _, remedy = str(error).partition(":")
+        yield fault("dashboard", problem, remedy.removeprefix(" "))
         return
-    who = "browsers log in with a token" if tokens else "no token is set: it serves 127.0.0.1 only"
-    yield ok("dashboard", who)
+    if tokens:
+        yield ok("dashboard", "browsers log in with a token")
+    else:
+        yield ok("dashboard", "no token is set: it serves 127.0.0.1 only")

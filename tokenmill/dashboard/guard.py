@@ -1,9 +1,9 @@
-"""Who gets an answer, for how long a connection is kept, and what an answer may do in the browser.
+"""Decides who gets an answer, how long a connection lasts, and what an answer may do in the browser.
 
-A browser lets any page send requests to 127.0.0.1, and a name that its owner points there (DNS rebinding)
-lets that page read the answers: so only requests to our own names are answered. Where a token is set, a
-browser has to log in with it. Actions need POST from our own pages. What producers write is shown in the
-pages: should a way to smuggle a script in be found, the browser does not run it.
+Any page in a browser may send requests to 127.0.0.1. If the owner of a name points that name there (DNS rebinding), his
+page can read the answers too. So only requests to the dashboard's own names are answered. If a token is set, browsers
+have to log in with it. An action needs a POST from one of the dashboard's own pages. Pages show texts that producers
+write: if one of them got a script into a page, the browser would not run it.
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tokenmill.serving import Hosts
 
 SESSION_COOKIE = "tokenmill_session"
+#: The seconds after which a browser has to log in again.
 SESSION_S = 7 * 24 * 3600
 
-#: What is served to a browser that has not logged in.
+#: The paths that need no login.
 _OPEN = ("/login", "/livez")
 _OPEN_FOLDER = "/static/"
 
-#: What is served to a program that sends the token with its request, as Prometheus does.
+#: The path that needs no login if the request has a token as its bearer, as those of Prometheus do.
 METRICS_PATH = "/metrics"
 
 _POLICY = (
@@ -38,63 +39,75 @@ _POLICY = (
 )
 
 
-#: The name of the login whose token has none, and of everybody where there is no login.
+#: The name of the login with the token of TOKENMILL_DASHBOARD_TOKEN.
 SHARED_LOGIN = "the shared token"
+#: The name that stands for everybody if the dashboard has no logins.
 NO_LOGIN = "this machine"
 
 
 class Sessions:
-    """Cookies of browsers that have logged in. They hold over a restart, and end with the token.
+    """Makes and checks the cookies of browsers that have logged in.
 
-    tokens: each login's token by the login's name.
+    A cookie is signed with the token. So it stays valid over a restart, until its time is over or the token is changed.
+    tokens: by the name of each login, its token.
     """
 
     def __init__(self, tokens: Mapping[str, str]) -> None:
         self._tokens = {name: token.encode() for name, token in tokens.items()}
 
-    def name_of(self, given: str) -> str | None:
-        """Return the name of the login whose token was given; None if it is nobody's."""
-        found = None
-        for name, token in self._tokens.items():
-            if hmac.compare_digest(given.encode(errors="surrogatepass"), token):
-                found = name
-        return found
+    def name_of(self, token: str) -> str | None:
+        """Return the name of the login that has a token; None if no login has it."""
+        sent = token.encode(errors="surrogatepass")
+        # The loop goes on after a match, so that its time does not tell which login it was.
+        login = None
+        for name, expected in self._tokens.items():
+            if hmac.compare_digest(sent, expected):
+                login = name
+        return login
 
     def open(self, name: str, now: float) -> str:
-        """Return a new cookie's value for a login."""
-        until = str(int(now) + SESSION_S)
-        return f"{until}.{self._sign(self._tokens[name], until)}"
+        """Return the value of a new cookie for a login. now: Unix seconds."""
+        end = str(int(now) + SESSION_S)
+        return f"{end}.{self._signature(self._tokens[name], end)}"
 
     def holder(self, cookie: str, now: float) -> str | None:
-        """Return the name of the login that a cookie was made for; None if it does not hold."""
-        until, _, signature = cookie.partition(".")
-        found = None
+        """Return the name of the login for which a cookie was made; None if the cookie is not valid."""
+        end, _, signature = cookie.partition(".")
+        sent = signature.encode(errors="surrogatepass")
+        login = None
         for name, token in self._tokens.items():
-            signed = self._sign(token, until).encode()
-            if hmac.compare_digest(signature.encode(errors="surrogatepass"), signed):
-                found = name
-        return found if found is not None and int(until) > now else None
+            expected = self._signature(token, end).encode()
+            if hmac.compare_digest(sent, expected):
+                login = name
+        if login is None or int(end) <= now:
+            return None
+        return login
 
     @staticmethod
-    def _sign(token: bytes, until: str) -> str:
-        text = b"session " + until.encode(errors="surrogatepass")
+    def _signature(token: bytes, end: str) -> str:
+        """Return the signature of a cookie, with a token as the key. end: the cookie's last second, as a text."""
+        text = b"session " + end.encode(errors="surrogatepass")
         return hmac.new(token, text, hashlib.sha256).hexdigest()
 
 
 class Guard:
-    """Stands before the whole application. sessions: None where everybody on this machine may look."""
+    """Wraps the application, and refuses requests that it must not get. sessions: None if there are no logins."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts, sessions: Sessions | None) -> None:
-        self._app, self._hosts, self._sessions = app, hosts, sessions
+        self._app = app
+        self._hosts = hosts
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             refusal = self._refusal(scope, Headers(scope=scope))
-            await (refusal or self._app)(scope, receive, self._marked(scope["path"], send))
+            app: ASGIApp = self._app if refusal is None else refusal
+            await app(scope, receive, _with_safe_headers(scope["path"], send))
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """Return the response to a request that is refused; None if the application may answer it."""
         host = headers.get("host", "")
         if not self._hosts.allows(host):
             text = (
@@ -104,110 +117,131 @@ class Guard:
         is_action = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if is_action and not self._is_own(headers.get("origin"), host):
             return PlainTextResponse("the page that asks for this is of another site\n", 403)
-        if (
-            self._sessions is None
-            or scope["path"] in _OPEN
-            or scope["path"].startswith(_OPEN_FOLDER)
-        ):
+
+        path = scope["path"]
+        needs_login = path not in _OPEN and not path.startswith(_OPEN_FOLDER)
+        if self._sessions is None or not needs_login:
             return None
         cookie = HTTPConnection(scope).cookies.get(SESSION_COOKIE, "")
         holder = self._sessions.holder(cookie, time.time())
         if holder is not None:
             scope.setdefault("state", {})["who"] = holder
             return None
-        if scope["path"] == METRICS_PATH and self._sessions.name_of(_bearer(headers)) is not None:
+        if path == METRICS_PATH and self._sessions.name_of(_bearer(headers)) is not None:
             return None
-        if "hx-request" in headers:  # the page is told to go there
+
+        if "hx-request" in headers:  # an open page updates itself: have the browser leave it
             return Response(headers={"HX-Redirect": "/login"})
         if is_action or "text/html" not in headers.get("accept", ""):
             return PlainTextResponse("log in first, at /login\n", 401)
         query = scope["query_string"].decode("ascii", errors="replace")
-        to = f"{scope['path']}?{query}" if query else scope["path"]
+        to = f"{path}?{query}" if query else path
         return RedirectResponse(f"/login?to={quote(to, safe='')}", 303)
 
     def _is_own(self, origin: str | None, host: str) -> bool:
-        """Whether an action's page is of this site. Programs that are no browser send no origin."""
+        """Whether the page that sends an action is one of ours. Programs other than browsers send no origin."""
         if origin is None:
             return True
-        place = origin.partition("://")[2].lower()
-        return place == host.lower() or self._hosts.is_named(place)
+        origin_host = origin.partition("://")[2].lower()
+        return origin_host == host.lower() or self._hosts.is_named(origin_host)
 
-    @staticmethod
-    def _marked(path: str, send: Send) -> Send:
-        async def send_marked(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["Content-Security-Policy"] = _POLICY
-                headers["X-Frame-Options"] = "DENY"
-                headers["X-Content-Type-Options"] = "nosniff"
-                headers["Referrer-Policy"] = "same-origin"
-                headers["Cross-Origin-Opener-Policy"] = "same-origin"
-                # What is loaded is asked for again after an upgrade; what is shown is kept nowhere.
-                headers["Cache-Control"] = (
-                    "no-cache" if path.startswith(_OPEN_FOLDER) else "no-store"
-                )
-            await send(message)
 
-        return send_marked
+def _with_safe_headers(path: str, send: Send) -> Send:
+    """Return a `send` that adds headers to responses, which bound what the browser does with them."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["Content-Security-Policy"] = _POLICY
+            headers["X-Frame-Options"] = "DENY"
+            headers["X-Content-Type-Options"] = "nosniff"
+            headers["Referrer-Policy"] = "same-origin"
+            headers["Cross-Origin-Opener-Policy"] = "same-origin"
+            if path.startswith(_OPEN_FOLDER):
+                # Browsers may store static files, but check each time whether an upgrade has changed them.
+                headers["Cache-Control"] = "no-cache"
+            else:
+                headers["Cache-Control"] = "no-store"
+        await send(message)
+
+    return send_with_headers
 
 
 def _bearer(headers: Headers) -> str:
+    """Return the bearer token of a request; "" if it has none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-#: Seconds that a connection lasts at most; a browser makes a new one for its next request.
+#: The most seconds that a connection lasts. A browser opens a new connection for its next request.
 CONNECTION_S = 30.0
 
-#: At a time. A further one takes the place of the oldest that has not asked: those that hang keep nobody out.
+#: The most connections at a time. A new connection beyond that closes the oldest one that has sent no request, so that
+#: idle connections keep nobody out.
 MAX_CONNECTIONS = 500
 
 
 class TimedConnection(H11Protocol):
-    """One connection. What is being answered at its end is answered first."""
+    """A connection that is closed after CONNECTION_S. A request that is being answered then is answered first."""
 
     made_at = 0.0
 
     def connection_made(self, transport: Any) -> None:
+        """Start the timer. Close another connection first if there are too many."""
         if len(self.connections) >= MAX_CONNECTIONS:
-            silent: list[Any] = [
-                each for each in self.connections if getattr(each, "cycle", None) is None
-            ]
-            oldest: Any = min(
-                silent or self.connections, key=lambda each: getattr(each, "made_at", 0.0)
-            )
+            oldest = self._connection_to_close()
             oldest.transport.abort()
             self.connections.discard(oldest)
         super().connection_made(transport)
         self.made_at = self.loop.time()
         self._end = self.loop.call_later(CONNECTION_S, self.shutdown)
 
+    def _connection_to_close(self) -> Any:
+        """Return the oldest connection that has sent no request; if all have sent one, the oldest of all."""
+        silent: list[Any] = []
+        for connection in self.connections:
+            if getattr(connection, "cycle", None) is None:
+                silent.append(connection)
+        candidates: list[Any] = silent or list(self.connections)
+        return min(candidates, key=lambda connection: getattr(connection, "made_at", 0.0))
+
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
         self._end.cancel()
         super().connection_lost(exc)
 
 
-class TriesInTurn:
-    """Lets logins be tried freely until ten were wrong; from then on one a second, and few wait for it."""
+#: The wrong tokens in a row after which logins are slowed down, and the most logins that wait then.
+MAX_WRONG = 10
+MAX_WAITING = 10
+
+
+class LoginThrottle:
+    """Slows logins down after MAX_WRONG wrong tokens in a row, until a right one comes.
+
+    pause_s: the seconds between two logins then.
+    """
 
     def __init__(self, pause_s: float = 1.0) -> None:
-        self._pause_s, self._wrong, self._waiting = pause_s, 0, 0
-        self._turn = asyncio.Lock()
+        self._pause_s = pause_s
+        self._num_wrong = 0
+        self._num_waiting = 0
+        self._lock = asyncio.Lock()
 
-    async def take(self) -> bool:
-        """Wait for a try. False: too many wait already."""
-        if self._wrong < 10:
+    async def wait(self) -> bool:
+        """Wait until a login may be tried. Return False at once if too many logins wait already."""
+        if self._num_wrong < MAX_WRONG:
             return True
-        if self._waiting >= 10:
+        if self._num_waiting >= MAX_WAITING:
             return False
-        self._waiting += 1
+        self._num_waiting += 1
         try:
-            async with self._turn:
+            async with self._lock:
                 await asyncio.sleep(self._pause_s)
         finally:
-            self._waiting -= 1
+            self._num_waiting -= 1
         return True
 
-    def note(self, *, is_right: bool) -> None:
-        """Take note of what the try was."""
-        self._wrong = 0 if is_right else self._wrong + 1
+    def record(self, *, is_right: bool) -> None:
+        """Record whether the token of a login was right."""
+        self._num_wrong = 0 if is_right else self._num_wrong + 1

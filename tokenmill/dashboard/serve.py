@@ -1,4 +1,4 @@
-"""Starts the dashboard, and refuses to show it to others without a token."""
+"""Starts the dashboard. Without a token it listens only for this machine."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from tokenmill.dashboard.app import Dashboard, Options
 from tokenmill.dashboard.guard import SHARED_LOGIN, TimedConnection
 from tokenmill.serving import REDIS_TIMEOUT_S, NotServed, is_loopback, listen, run_app, start_log
 
-#: With which a browser logs in. Asked for wherever it is set.
+#: The variable with the token that browsers log in with. If neither variable is set, there are no logins.
 TOKEN_VARIABLE = "TOKENMILL_DASHBOARD_TOKEN"
-#: More of them, each with the name that the log of actions has: `anna=TOKEN,ben=TOKEN`.
+#: The variable with further tokens, each with a name for the log of actions: `anna=TOKEN,ben=TOKEN`.
 TOKENS_VARIABLE = "TOKENMILL_DASHBOARD_TOKENS"
 MIN_TOKEN_CHARS = 16
 
@@ -22,17 +22,21 @@ _NAME = re.compile(r"[\w.@-]{1,64}")
 
 
 def check_tokens(environment: Mapping[str, str], bind: str) -> dict[str, str]:
-    """Return the tokens that browsers log in with by the names of their logins; {} for none.
+    """Return the tokens of the environment by the names of their logins; {} if none is set.
 
-    Raises NotServed if others can reach the address and there is none, or if one cannot be right or can be guessed.
+    Raises NotServed if a token is malformed or too short, or if there is none and other machines can reach the address.
+    bind: the address on which the dashboard is to listen.
     """
     tokens = {}
-    if environment.get(TOKEN_VARIABLE):
-        tokens[SHARED_LOGIN] = environment[TOKEN_VARIABLE]
-        _check_length(TOKEN_VARIABLE, environment[TOKEN_VARIABLE])
-    for entry in filter(None, environment.get(TOKENS_VARIABLE, "").split(",")):
-        name, is_there, token = entry.strip().partition("=")
-        if not is_there or not _NAME.fullmatch(name) or name in tokens:
+    shared_token = environment.get(TOKEN_VARIABLE)
+    if shared_token:
+        tokens[SHARED_LOGIN] = shared_token
+        _check_length(TOKEN_VARIABLE, shared_token)
+    for entry in environment.get(TOKENS_VARIABLE, "").split(","):
+        if not entry:
+            continue
+        name, equals_sign, token = entry.strip().partition("=")
+        if not equals_sign or not _NAME.fullmatch(name) or name in tokens:
             raise NotServed(
                 f"{TOKENS_VARIABLE} is not understood at its entry {len(tokens) + 1}: write NAME=TOKEN, separated by "
                 "commas, with a name of its own for each, of letters, digits and . @ _ -"
@@ -48,6 +52,7 @@ def check_tokens(environment: Mapping[str, str], bind: str) -> dict[str, str]:
 
 
 def _check_length(what: str, token: str) -> None:
+    """Raise NotServed if a token is so short that it could be guessed. what: its name for the message."""
     if len(token) < MIN_TOKEN_CHARS:
         raise NotServed(
             f"{what} has {len(token)} characters, expected {MIN_TOKEN_CHARS} or more: take the "
@@ -64,18 +69,24 @@ def serve(
     show_prompts: bool,
     queues: Sequence[str] = (),
 ) -> None:
-    """Serve until stopped. Raises NotServed if it may not be shown there, or the address cannot be had.
+    """Serve until the process is stopped.
 
-    queues: those that /metrics counts.
+    hosts, show_prompts, queues: see Options. Raises NotServed if the address cannot be used, or may not be used without
+    a token.
     """
     writes_json = start_log("dashboard")
     is_local = is_loopback(bind)
     tokens = check_tokens(os.environ, bind)
-    named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
+    names = set(hosts)
+    if not is_local:
+        names |= {socket.gethostname(), socket.getfqdn()}
     connection = Redis.from_url(
         redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
     )
-    dashboard = Dashboard(connection, Options(named, is_local, tokens, show_prompts, queues))
+    options = Options(
+        hosts=names, is_local=is_local, tokens=tokens, show_prompts=show_prompts, queues=queues
+    )
+    dashboard = Dashboard(connection, options)
     listener = listen(bind, port, backlog=128)
     dashboard.recorder.start()
     run_app(

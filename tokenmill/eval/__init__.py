@@ -1,5 +1,5 @@
 """The engine as a model of EleutherAI's lm-evaluation-harness: `TokenmillLM` in tokenmill.eval.model.
 
-Its releases after 0.4.13 find it by the entry point of this package. For others `python -m tokenmill.eval` is
-their command `lm_eval`, with this model known to it.
+Releases of the harness after 0.4.13 find the model by this package's entry point. Earlier releases do not. For them,
+`python -m tokenmill.eval` registers the model and then runs the harness's command `lm_eval`.
 """

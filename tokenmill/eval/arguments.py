@@ -1,4 +1,4 @@
-"""Turns what lm-evaluation-harness passes to a model into the engine's configuration and sampling values."""
+"""Turns the arguments of lm-evaluation-harness into the engine's configuration and sampling values."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,7 +7,8 @@ from typing import Any
 from engine import ConfigError, EngineConfig, InvalidSampling, SamplingParams
 from engine.run.device import resolve_device
 
-#: Arguments of the `hf` class, with the only values that are accepted, because they change nothing.
+#: Arguments of the harness's `hf` class and of its generation, with the values that change nothing. No other values are
+#: accepted.
 NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "backend": ("default", "causal"),
     "trust_remote_code": (None, False),
@@ -23,19 +24,19 @@ NEUTRAL_GENERATION: dict[str, tuple[object, ...]] = {
     "typical_p": (1.0,),
     "use_cache": (True,),
 }
-#: The device of a harness that was started without `--device`.
+#: The device that the harness passes if it was started without `--device`.
 HARNESS_DEVICE = "cuda:0"
 
-_FIELDS = frozenset(each.name for each in fields(EngineConfig))
+_ENGINE_ARGUMENTS = frozenset(config_field.name for config_field in fields(EngineConfig))
 
 
 def engine_config(
     pretrained: object, model: object, max_length: object, arguments: Mapping[str, Any]
 ) -> EngineConfig:
-    """Return the configuration that `--model_args` ask for. Raises ConfigError for an unknown name or a wrong value.
+    """Return the engine's configuration for `--model_args`. Raises ConfigError for an unknown name or a wrong value.
 
-    pretrained, model: two names of the same. max_length: the `hf` class' name of max_model_len.
-    device: HARNESS_DEVICE, which the harness gives unasked, is "auto" where there is no GPU, as with `hf`.
+    pretrained, model: two names for the same argument. max_length: the name of the `hf` class for max_model_len.
+    arguments: all other arguments. As with `hf`, the device HARNESS_DEVICE means the CPU if there is no GPU.
     """
     if (pretrained is None) == (model is None):
         raise ConfigError("give the model's folder or hub id once: pretrained=..., or model=...")
@@ -51,9 +52,10 @@ def engine_config(
         if name in NEUTRAL_ARGUMENTS:
             if value not in NEUTRAL_ARGUMENTS[name]:
                 raise ConfigError(f"{name}={value!r} of the hf class is not built; leave it out")
-        elif name not in _FIELDS:
+        elif name not in _ENGINE_ARGUMENTS:
+            names = ", ".join(sorted(_ENGINE_ARGUMENTS))
             raise ConfigError(
-                f"{name!r} is no argument of this model; of an engine there are {', '.join(sorted(_FIELDS))}"
+                f"{name!r} is no argument of this model; of an engine there are {names}"
             )
         else:
             values[name] = value
@@ -65,22 +67,18 @@ def engine_config(
 def sampling_params(
     values: Mapping[str, Any], *, max_tokens: int, stop: list[str], end_token_id: int | None
 ) -> SamplingParams:
-    """Return the sampling values of one group of generation_kwargs, except its stop texts and its length.
+    """Return the sampling parameters for the generation_kwargs of a task. Raises InvalidSampling for a wrong value.
 
-    values: as lm_eval.models.utils.normalize_gen_kwargs gives them. Greedy unless there is a temperature.
-    Raises InvalidSampling for what is no sampling parameter.
+    values: the kwargs, as lm_eval.models.utils.normalize_gen_kwargs returns them, without stop texts and length.
+    Decoding is greedy unless `do_sample` is set and there is a temperature. end_token_id: a token that ends an answer.
     """
-    given = {"temperature": 0.0, **values}
-    if not given.pop("do_sample"):
-        given["temperature"] = 0.0
-    for name, neutral in NEUTRAL_GENERATION.items():
-        if given.pop(name, neutral[0]) not in neutral:
+    parameters: dict[str, Any] = {"temperature": 0.0, **values}
+    if not parameters.pop("do_sample"):
+        parameters["temperature"] = 0.0
+    for name, neutral_values in NEUTRAL_GENERATION.items():
+        if name in parameters and parameters.pop(name) not in neutral_values:
             raise InvalidSampling(f"{name}={values[name]!r} is not built; leave it out")
-    return SamplingParams.from_mapping(
-        {
-            **given,
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "stop_token_ids": [] if end_token_id is None else [end_token_id],
-        }
-    )
+    parameters["max_tokens"] = max_tokens
+    parameters["stop"] = stop
+    parameters["stop_token_ids"] = [] if end_token_id is None else [end_token_id]
+    return SamplingParams.from_mapping(parameters)

@@ -1,11 +1,13 @@
 """TokenmillLM: the engine behind the interface of lm-evaluation-harness.
 
-Like the harness' `hf` class, it makes tokens of texts, truncates them from the left and cuts them before stop strings.
-So scores are the same.
+Texts are tokenized, truncated from the left and cut before stop strings as in the harness's `hf` class. So the scores
+are the same.
 """
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -28,25 +30,34 @@ from tokenmill.eval.arguments import engine_config, sampling_params
 logger = logging.getLogger(__name__)
 
 Tokens = list[int]
-#: The two texts of the harness, if any; then the tokens of context and continuation.
+#: A request to score a continuation: the texts of context and continuation, if there are texts, and the tokens of both.
 Scored = tuple[tuple[str, str] | None, Tokens, Tokens]
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """A request to generate. prompt: its tokens, cut to fit. until: the texts that end the answer."""
+
+    prompt: Tokens
+    params: SamplingParams
+    until: list[str]
 
 
 @register_model("tokenmill")
 class TokenmillLM(TemplateLM):
     """A model for `lm_eval --model tokenmill`.
 
-    pretrained, or model: a folder in Hugging Face layout, or a hub id. Other arguments are EngineConfig's.
-    max_length: the hf class' name for max_model_len.
-    max_gen_toks: the most new tokens, if a task does not say.
-    add_bos_token: whether each text begins with the tokenizer's first token; None leaves that to the tokenizer.
-    prefix_token_id: stands before a text without context; None takes the tokenizer's first token, or else its last.
-    think_end_token: a text or a token id. An answer begins behind its last occurrence.
+    pretrained or model: a folder in Hugging Face layout, or a hub id. arguments: those of EngineConfig.
+    max_length: the name of the hf class for max_model_len.
+    max_gen_toks: the most new tokens for tasks that do not say how many.
+    add_bos_token: whether each text begins with the BOS token; None leaves that to the tokenizer.
+    prefix_token_id: the token before a text without context; None stands for the BOS token, or else the EOS token.
+    think_end_token: a text or a token id. An answer begins after its last occurrence.
     enable_thinking, chat_template_args: variables of the chat template.
 
-    batch_size and max_batch_size, which the harness always passes, change nothing: max_num_seqs and
-    max_num_batched_tokens decide how much runs at once. Raises ConfigError for an unknown argument or a missing
-    prefix_token_id, and what Engine raises.
+    The harness always passes batch_size and max_batch_size. They change nothing: max_num_seqs and
+    max_num_batched_tokens decide how much runs at once. Raises what Engine raises, and ConfigError for an unknown
+    argument or a missing prefix_token_id.
     """
 
     def __init__(
@@ -77,19 +88,19 @@ class TokenmillLM(TemplateLM):
         self.engine = Engine(config)
         self.max_gen_toks = max_gen_toks
         self._model_name = config.model
-        self._add_bos_token, self._custom_prefix = add_bos_token, prefix_token_id
+        self._add_bos_token = add_bos_token
+        self._custom_prefix = prefix_token_id
         self._prefix_text = self.tokenizer.decode(self.prefix_token_id)
-        is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
-        self._think_end = (
-            int(think_end_token) if think_end_token is not None and is_id else think_end_token
-        )
+        self._think_end = think_end_token
+        if isinstance(think_end_token, str) and think_end_token.isdigit():
+            self._think_end = int(think_end_token)
         self._enable_thinking = enable_thinking
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
             self._template_args["enable_thinking"] = enable_thinking
 
     def close(self) -> None:
-        """Free the model. Nothing can be asked afterwards."""
+        """Free the model. No other method may be called afterwards."""
         self.engine.close()
 
     @property
@@ -99,15 +110,15 @@ class TokenmillLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
-        """Return the token that ends a text; None if the tokenizer has none."""
+        """Return the id of the EOS token; None if the tokenizer has none."""
         token_id: int | None = self.tokenizer.eos_token_id
         return token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that stands before a text without context. Raises ConfigError if there is none."""
-        known = (self._custom_prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        for token_id in known:
+        """Return the id of the token before a text without context. Raises ConfigError if there is none."""
+        candidates = (self._custom_prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        for token_id in candidates:
             if token_id is not None:
                 return int(token_id)
         raise ConfigError(
@@ -116,15 +127,15 @@ class TokenmillLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the model's name as part of file names."""
+        """Return the model's name in a form that is fit for file names."""
         return self._model_name.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation. If a template refuses it, the system's messages are left out.
+        """Return the text of a conversation. If the template refuses it, the text is without the system messages.
 
-        add_generation_prompt: False if the last message is the beginning of the model's answer.
+        add_generation_prompt: whether the model's answer follows the last message; False if that message begins it.
         """
         options = {
             "tokenize": False,
@@ -143,35 +154,39 @@ class TokenmillLM(TemplateLM):
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Return the token ids of a text. It gets no first token if it begins with that token's text."""
-        if add_special_tokens is None:
-            return self._encode(string, self._prefix_text)
-        return self._with_special(string, add_special_tokens)
-
-    def _encode(self, string: str, prefix: str | None) -> Tokens:
-        """Return the token ids of a text. A text that begins with `prefix` has its first token already."""
-        if prefix is not None and string.startswith(prefix):
-            return self._with_special(string, add_special_tokens=False)
-        return self._with_special(string, add_special_tokens=self._add_bos_token)
-
-    def _with_special(self, string: str, add_special_tokens: bool | None) -> Tokens:
         """Return the token ids of a text.
 
-        add_special_tokens: None leaves them to the tokenizer; True adds a first token if the tokenizer adds none.
+        add_special_tokens: whether special tokens are added; None adds them unless the text begins with one.
         """
-        is_added = add_special_tokens is not False
+        if add_special_tokens is None:
+            return self._encode(string, self._prefix_text)
+        return self._encode_with(string, add_special_tokens)
+
+    def _encode(self, string: str, prefix: str | None) -> Tokens:
+        """Return the token ids of a text. Special tokens are not added to a text that begins with `prefix`."""
+        if prefix is not None and string.startswith(prefix):
+            return self._encode_with(string, add_special_tokens=False)
+        return self._encode_with(string, add_special_tokens=self._add_bos_token)
+
+    def _encode_with(self, string: str, add_special_tokens: bool | None) -> Tokens:
+        """Return the token ids of a text. The tokenizer adds its special tokens unless `add_special_tokens` is False.
+
+        With `add_bos_token`, the BOS token is added if the tokenizer does not add it.
+        """
+        adds_special = add_special_tokens is not False
         token_ids: Tokens = self.tokenizer.encode(
-            string, add_special_tokens=is_added, verbose=False
+            string, add_special_tokens=adds_special, verbose=False
         )
         bos = self.tokenizer.bos_token_id
-        if self._add_bos_token and is_added and bos is not None and token_ids[:1] != [bos]:
+        needs_bos = self._add_bos_token and adds_special and bos is not None
+        if needs_bos and token_ids[:1] != [bos]:
             token_ids = [bos, *token_ids]
         return token_ids
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return how likely each continuation is behind its context, and whether greedy generation gives it."""
+        """Return each continuation's log-likelihood after its context, and whether greedy decoding generates it."""
         if self._enable_thinking:
             raise ValueError(
                 "enable_thinking=True is for tasks that generate; leave it out for this one"
@@ -184,75 +199,89 @@ class TokenmillLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Iterable[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        texts_and_tokens = list(requests)
-        pairs = [self._window(*request) for request in texts_and_tokens]
+        """Return what `loglikelihood` returns, for requests that are tokenized."""
+        all_texts = []
+        pairs = []
+        for texts, context, continuation in requests:
+            all_texts.append(texts)
+            pairs.append((self._cut_context(texts, context, continuation), continuation))
         scores = self.engine.loglikelihood(pairs, use_tqdm=not disable_tqdm)
         answers = [(score.logprob, score.is_greedy) for score in scores]
-        for (texts, _context, _continuation), answer in zip(texts_and_tokens, answers, strict=True):
+        for texts, answer in zip(all_texts, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _window(
+    def _cut_context(
         self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens
-    ) -> tuple[Tokens, Tokens]:
-        """Return the end of a context that fits into the model, and the continuation. The last token takes no room."""
+    ) -> Tokens:
+        """Return the end of a context that fits into the model before its continuation.
+
+        An empty context becomes the prefix token. Raises InvalidRequest if the continuation is empty or too long.
+        """
         if not 0 < len(continuation) <= self.max_length:
             shown = "" if texts is None else f" {texts[1][:64]!r}"
             raise InvalidRequest(
                 f"the continuation{shown} has {len(continuation)} tokens of its own behind its context; "
                 f"from 1 to {self.max_length} can be scored"
             )
+        # The model scores the last token, and does not read it. So one more token fits.
         room = self.max_length + 1 - len(continuation)
-        return (context or [self.prefix_token_id])[-room:], continuation
+        if not context:
+            context = [self.prefix_token_id]
+        return context[-room:]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return how likely each whole text is.
+        """Return the log-likelihood of each whole text.
 
-        A text is cut into windows of max_length tokens. Each window predicts as many new tokens as it can.
+        A text is cut into windows of max_length tokens. Each window scores as many new tokens as it can.
         """
         windows: list[Scored] = []
-        ends = []
-        for (text,) in (request.args for request in requests):
+        window_counts = []
+        for request in requests:
+            (text,) = request.args
             rolling = get_rolling_token_windows(
                 self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
             )
-            windows += [(None, *make_disjoint_window(window)) for window in rolling]
-            ends.append(len(windows))
-        scores = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+            num_before = len(windows)
+            for window in rolling:
+                context, continuation = make_disjoint_window(window)
+                windows.append((None, context, continuation))
+            window_counts.append(len(windows) - num_before)
+
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
         totals = []
-        for request, start, end in zip(requests, [0, *ends], ends, strict=False):
-            totals.append(sum(logprob for logprob, _ in scores[start:end]))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        for request, window_count in zip(requests, window_counts, strict=True):
+            total = sum(logprob for logprob, _ in islice(scores, window_count))
+            totals.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model says behind each context, up to one of the texts in `until`.
+        """Return the model's answer to each context, up to one of the texts in `until`.
 
-        Raises EngineError if a request fails, or InvalidSampling for a value that is not served.
+        Raises EngineError if a request fails, and InvalidSampling for a value that the engine does not have.
         """
-        prepared = [self._prepare(*request.args) for request in requests]
+        generations = [self._generation(*request.args) for request in requests]
         completions = self.engine.generate(
-            (prompt for prompt, _, _ in prepared),
-            (params for _, params, _ in prepared),
+            (generation.prompt for generation in generations),
+            (generation.params for generation in generations),
             use_tqdm=not disable_tqdm,
         )
         answers = []
-        for request, (_, _, until), completion in zip(requests, prepared, completions, strict=True):
+        for request, generation, completion in zip(requests, generations, completions, strict=True):
             if completion.finish_reason == "error":
-                raise EngineError(
-                    f"the request {request.args[0][-64:]!r} failed: {completion.error}"
-                )
-            answers.append(self._answer(completion.token_ids, until))
-            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+                context_end = request.args[0][-64:]
+                raise EngineError(f"the request {context_end!r} failed: {completion.error}")
+            answer = self._answer(completion.token_ids, generation.until)
+            answers.append(answer)
+            self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
 
-    def _prepare(
-        self, context: str, gen_kwargs: dict[str, Any]
-    ) -> tuple[Tokens, SamplingParams, list[str]]:
-        """Return a request's prompt, its sampling values, and the texts that end its answer."""
+    def _generation(self, context: str, gen_kwargs: dict[str, Any]) -> _Generation:
+        """Return what the engine needs for a request. Raises InvalidRequest if there is no room for a prompt."""
         values = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         max_tokens = values.pop("max_gen_toks")
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
@@ -269,16 +298,24 @@ class TokenmillLM(TemplateLM):
         prompt = self._encode(context, self.tokenizer.bos_token) or [self.prefix_token_id]
         if len(prompt) > room:
             logger.warning("a prompt of %d tokens is cut to its last %d", len(prompt), room)
-        return prompt[-room:], params, until
+        return _Generation(prompt[-room:], params, until)
 
     def _answer(self, token_ids: Tokens, until: list[str]) -> str:
         """Return the text of an answer, without its reasoning and without the text that ended it."""
-        end = self._think_end
-        if isinstance(end, int):
-            if end in token_ids:
-                token_ids = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True).lstrip()
+        end_text: str | None = None
+        if isinstance(self._think_end, int):
+            answer_ids = _after_last(token_ids, self._think_end)
+            text = self.tokenizer.decode(answer_ids, skip_special_tokens=True).lstrip()
         else:
             text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        answer: str = postprocess_generated_text(text, until, end if isinstance(end, str) else None)
+            end_text = self._think_end
+        answer: str = postprocess_generated_text(text, until, end_text)
         return answer
+
+
+def _after_last(token_ids: Tokens, token_id: int) -> Tokens:
+    """Return the tokens after the last occurrence of a token; all tokens if it does not occur."""
+    if token_id not in token_ids:
+        return token_ids
+    num_after = token_ids[::-1].index(token_id)
+    return token_ids[len(token_ids) - num_after :]

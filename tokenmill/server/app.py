@@ -1,4 +1,4 @@
-"""The server as an application: paths, and what every request goes through."""
+"""The server as an application: its paths, and the handling that all requests share."""
 
 import asyncio
 import errno
@@ -47,21 +47,22 @@ from tokenmill.server.request_bodies import Bodies
 logger = logging.getLogger("tokenmill")
 T = TypeVar("T")
 
-#: Answers a request of a project, which has this id.
+#: A function that answers a request. Its arguments: the request, the request's project and the request's id.
 Answer = Callable[[Request, Project, str], Awaitable[Response]]
-#: Makes events of the parts of an answer.
+#: A function that turns the parts of an answer into server-sent events.
 Events = Callable[[AsyncIterator[TextPiece | bytes]], AsyncIterator[bytes]]
-#: Seconds between two records that a project was refused at the same limit.
+#: The fewest seconds between two records in Redis that a project was refused at the same limit.
 LIMITED_S = 1.0
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the server serves.
+    """The options of the server.
 
-    is_local: only this machine reaches it. prompts_queue, runs_queue: where calls and batches go. timeout_s: how long
-    an answer may take. folder: where files and batches lie; None for a server without them.
+    is_local: whether only this machine reaches the server. prompts_queue, runs_queue: the queues of calls and of
+    batches. timeout_s: how long an answer may take. folder: the folder of files and batches; None for a server without
+    them.
     """
 
     is_local: bool
@@ -72,7 +73,7 @@ class ServerOptions:
 
 
 class ApiServer:
-    """Answers all requests. It holds Redis, the jobs that are under way, and the projects."""
+    """Answers all requests."""
 
     def __init__(self, redis_url: str, connection: Redis, options: ServerOptions) -> None:
         self._connection = connection
@@ -85,10 +86,11 @@ class ApiServer:
         self._tokens = QueuedTokens(connection)
         self._metrics = Metrics(connection)
         self._bodies = Bodies()
+        #: By project and limit: when a refusal was last recorded in Redis, in Unix seconds.
         self._limits_recorded: dict[tuple[str, str], float] = {}
 
     def app(self) -> ASGIApp:
-        """Return the application."""
+        """Return the application with all its routes."""
         routes = [self._route("POST", path, self._ask) for path in ENDPOINTS]
         routes += [
             self._route("POST", RESPONSES, self._respond),
@@ -97,12 +99,13 @@ class ApiServer:
             *self._batch_routes(),
             Route("/livez", self._livez),
             Route("/readyz", self._readyz),
-            Route(METRICS, self._tell),
-            Route("/{path:path}", self._answered("other", self._missing), methods=_METHODS),
+            Route(METRICS, self._show_metrics),
+            Route("/{path:path}", self._handler("other", self._refuse_path), methods=_METHODS),
         ]
-        return Metered(Starlette(routes=routes, lifespan=self._closing), self._metrics)
+        return Metered(Starlette(routes=routes, lifespan=self._lifespan), self._metrics)
 
     def _batch_routes(self) -> list[Route]:
+        """Return the routes of files and batches; [] for a server without a folder."""
         folder = self._options.folder
         if folder is None:
             return []
@@ -110,91 +113,71 @@ class ApiServer:
         batches = Batches(self._connection, files, self._options.runs_queue)
         self._tokens = QueuedTokens(self._connection, batches.is_open)
         calls = BatchCalls(files, batches, self._bodies, self._keys, self._tokens)
-        by_path = {
-            ("POST", "/v1/files"): calls.upload,
-            ("GET", "/v1/files"): calls.list_files,
-            ("GET", "/v1/files/{id}"): calls.show_file,
-            ("GET", "/v1/files/{id}/content"): calls.file_content,
-            ("DELETE", "/v1/files/{id}"): calls.delete_file,
-            ("POST", "/v1/batches"): calls.create_batch,
-            ("GET", "/v1/batches"): calls.list_batches,
-            ("GET", "/v1/batches/{id}"): calls.show_batch,
-            ("POST", "/v1/batches/{id}/cancel"): calls.cancel_batch,
-        }
-        return [
-            self._route(method, path, _without_id(call)) for (method, path), call in by_path.items()
+        routes: list[tuple[str, str, Callable[[Request, Project], Awaitable[Response]]]] = [
+            ("POST", "/v1/files", calls.upload),
+            ("GET", "/v1/files", calls.list_files),
+            ("GET", "/v1/files/{id}", calls.show_file),
+            ("GET", "/v1/files/{id}/content", calls.file_content),
+            ("DELETE", "/v1/files/{id}", calls.delete_file),
+            ("POST", "/v1/batches", calls.create_batch),
+            ("GET", "/v1/batches", calls.list_batches),
+            ("GET", "/v1/batches/{id}", calls.show_batch),
+            ("POST", "/v1/batches/{id}/cancel", calls.cancel_batch),
         ]
+        return [self._route(method, path, _without_id(call)) for method, path, call in routes]
 
     def _route(self, method: str, path: str, answer: Answer) -> Route:
-        return Route(path, self._answered(path, answer), methods=[method])
+        return Route(path, self._handler(path, answer), methods=[method])
 
     @asynccontextmanager
-    async def _closing(self, _: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Stop reading results when the application ends."""
         yield
         await self._jobs.close()
 
-    def _answered(self, endpoint: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Give each request an id, check its key, and turn what is raised into OpenAI's errors.
+    def _handler(self, endpoint: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Return a function that handles requests with `answer`.
 
-        endpoint: as which the metrics count it.
+        It gives each request an id, checks the key, turns exceptions into OpenAI's errors, and logs the request.
+        endpoint: the name under which the metrics count the requests.
         """
 
-        async def respond(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             request.scope[ENDPOINT] = endpoint
             request_id = f"req_{secrets.token_hex(16)}"
-            started = time.monotonic()
-            name = "-"
-            headers: dict[str, str] = {}
+            began_at = time.monotonic()
+            project_name = "-"
+            limit_headers: dict[str, str] = {}
             try:
                 project = await self._projects.of(request.headers)
-                name = project.name
-                headers = project.headers
+                project_name = project.name
+                limit_headers = project.headers
                 response = await answer(request, project, request_id)
             except ApiError as error:
                 response = error.response
-                name = error.project or name
+                project_name = error.project or project_name
                 if error.status == 429:
-                    await self._note_limited(name, error.code or "other")
+                    await self._record_limited(project_name, error.code or "other")
             except ClientDisconnect:
                 response = Response(status_code=499)
-            except RedisError as error:
-                logger.warning("%s: Redis does not answer: %s", request_id, error)
-                response = ApiError(
-                    503, "the queue does not answer: try again", headers={"retry-after": "5"}
-                ).response
-            except StoreError as error:
-                logger.warning("%s: %s", request_id, error)
-                response = ApiError(
-                    503,
-                    "the server's store does not answer: try again",
-                    headers={"retry-after": "5"},
-                ).response
-            except OSError as error:
-                logger.warning("%s: the folder cannot be used: %s", request_id, error)
-                response = _disk_error(error).response
-            except Exception as error:  # noqa: BLE001  # it costs this request alone
-                # Without the error's text, which may hold a part of a prompt.
-                place = "".join(traceback.format_tb(error.__traceback__))
-                logger.error("%s: an unforeseen %s:\n%s", request_id, type(error).__name__, place)
-                response = ApiError(
-                    500, f"an unforeseen error; the server's log names it by {request_id}"
-                ).response
-            response.headers.update({**headers, "x-request-id": request_id})
+            except Exception as error:  # noqa: BLE001  # only this request fails
+                response = _logged_error(error, request_id).response
+            response.headers.update({**limit_headers, "x-request-id": request_id})
             logger.info(
                 "%s %s %s %d, project %s, %d ms",
                 request_id,
                 request.method,
                 safe_name(request.scope["path"]),
                 response.status_code,
-                name,
-                round((time.monotonic() - started) * 1000),
+                project_name,
+                round((time.monotonic() - began_at) * 1000),
             )
             return response
 
-        return respond
+        return handle
 
-    async def _note_limited(self, project: str, limit: str) -> None:
-        """Count a refusal, and record it for the dashboard at most once a second."""
+    async def _record_limited(self, project: str, limit: str) -> None:
+        """Count a refusal in the metrics. Record it in Redis too, unless the last record is younger than LIMITED_S."""
         self._metrics.limited.labels(project, limit).inc()
         now = time.time()
         if now - self._limits_recorded.get((project, limit), 0.0) < LIMITED_S:
@@ -206,7 +189,7 @@ class ApiServer:
             logger.warning("that a project was limited cannot be recorded: %s", error)
 
     async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
-        """Answer a call by a job."""
+        """Answer a call of one of ENDPOINTS with the value of a job."""
         with self._bodies.held() as body:
             await body.read(request)
             call = await body.apply(call_of, request.scope["path"])
@@ -220,25 +203,28 @@ class ApiServer:
             return Response(answer, media_type="application/json")
 
     async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
-        """Answer a call of `/v1/responses` by a chat."""
+        """Answer a call of `/v1/responses` with the value of a chat's job."""
         with self._bodies.held() as body:
             await body.read(request)
             call = await body.apply(response_call)
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
             call = replace(call, on_enqueued=body.let_go, producer=project.name)
-            shown = {name: value for name, value in body.value.items() if name != "input"}
-            stream = ResponseStream(made.id.removeprefix("req_"), shown)
+            settings = {name: value for name, value in body.value.items() if name != "input"}
+            stream = ResponseStream(made.id.removeprefix("req_"), settings)
             if call.is_streamed:
                 return await self._stream(request, project, call, made, stream.events)
             answer = await self._answer(request, project, call, made)
             return JSONResponse(stream.whole(json.loads(answer)))
 
     async def _answer(self, request: Request, project: Project, call: Call, made: Made) -> bytes:
-        """Return a job's value, as JSON. The job is cancelled if the client goes away, unless it is kept."""
+        """Enqueue a job and return its value, as JSON.
+
+        If the client closes its connection, the job is cancelled, unless a request with the same key may follow.
+        """
         try:
             async with self._tokens.held(project, made, call, self._options.timeout_s):
-                return await _unless_left(request, self._jobs.ask(made, call))
+                return await _while_connected(request, self._jobs.ask(made, call))
         except ApiError as error:
             await self._keys.forget(made, error)
             raise
@@ -246,7 +232,7 @@ class ApiServer:
     async def _parts(
         self, project: Project, call: Call, made: Made
     ) -> AsyncGenerator[TextPiece | bytes, None]:
-        """Yield the parts of a streamed answer."""
+        """Enqueue a job and yield its answer: pieces of text as they come, if they do, and then the job's value."""
         ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
         try:
             async with (
@@ -262,17 +248,17 @@ class ApiServer:
     async def _stream(
         self, request: Request, project: Project, call: Call, made: Made, events: Events
     ) -> Response:
-        """Answer with the text as it grows. A failure before its first piece is answered like that of any call."""
+        """Answer with a stream of events. An error before the first part is raised, as without a stream."""
         answer = self._parts(project, call, made)
         try:
-            first = await _unless_left(request, anext(answer))
+            first_part = await _while_connected(request, anext(answer))
         except BaseException:
             await answer.aclose()
             raise
 
         async def parts() -> AsyncIterator[TextPiece | bytes]:
             async with aclosing(answer):
-                yield first
+                yield first_part
                 async for part in answer:
                     yield part
 
@@ -280,21 +266,28 @@ class ApiServer:
         return StreamingResponse(events(parts()), media_type="text/event-stream", headers=headers)
 
     async def _list_models(self, request: Request, project: Project, request_id: str) -> Response:
-        serving = {sample.model: sample for sample in await self._models.serving()}
-        models = [_model(sample) for _, sample in sorted(serving.items())]
-        for adapter in sorted({name for sample in serving.values() for name in sample.adapters}):
-            sample = next(each for each in serving.values() if adapter in each.adapters)
-            models.append(_model_named(sample, adapter))
+        """List the served models by name, and then their adapters by name."""
+        samples_by_model = {sample.model: sample for sample in await self._models.serving()}
+        samples_by_adapter: dict[str, WorkerSample] = {}
+        for sample in samples_by_model.values():
+            for adapter in sample.adapters:
+                samples_by_adapter.setdefault(adapter, sample)
+
+        models = [_model(sample) for _, sample in sorted(samples_by_model.items())]
+        for adapter in sorted(samples_by_adapter):
+            models.append(_model_named(samples_by_adapter[adapter], adapter))
         return JSONResponse({"object": "list", "data": models})
 
     async def _show_model(self, request: Request, project: Project, request_id: str) -> Response:
+        """Respond with the model or adapter that has a name."""
         name = request.path_params["model"]
         for sample in await self._models.serving():
             if name in sample.models:
                 return JSONResponse(_model_named(sample, name))
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found")
 
-    async def _missing(self, request: Request, project: Project, request_id: str) -> Response:
+    async def _refuse_path(self, request: Request, project: Project, request_id: str) -> Response:
+        """Raise the ApiError of a path or method that is not served."""
         path = request.scope["path"]
         if path.startswith(("/v1/files", "/v1/batches")) and self._options.folder is None:
             raise ApiError(404, f"{path} needs a server that was started with --folder")
@@ -313,32 +306,32 @@ class ApiServer:
         )
 
     async def _livez(self, _: Request) -> Response:
-        """Say that the process answers."""
+        """Respond as long as the process lives."""
         return PlainTextResponse("ok\n")
 
     async def _readyz(self, _: Request) -> Response:
-        """Say whether Redis answers, so that a request could be enqueued."""
+        """Respond with 200 if Redis answers, so that a job can be enqueued, and else with 503."""
         try:
             await run_in_threadpool(self._connection.ping)
         except RedisError:
             return PlainTextResponse("Redis does not answer\n", 503)
         return PlainTextResponse("ok\n")
 
-    async def _tell(self, request: Request) -> Response:
-        """Answer Prometheus."""
+    async def _show_metrics(self, request: Request) -> Response:
+        """Respond with the metrics, for Prometheus."""
         try:
             await self._projects.check_metrics(request.headers)
             accept = request.headers.get("accept", "")
-            body, kind = await run_in_threadpool(self._metrics.exposition, accept)
+            body, content_type = await run_in_threadpool(self._metrics.exposition, accept)
         except ApiError as error:
             return error.response
         except RedisError:
             return PlainTextResponse("Redis does not answer\n", 503)
-        return Response(body, media_type=kind)
+        return Response(body, media_type=content_type)
 
 
 def _without_id(call: Callable[[Request, Project], Awaitable[Response]]) -> Answer:
-    """Return an answer that does not need the request's id."""
+    """Return an Answer from a function that does not need the request's id."""
 
     async def answer(request: Request, project: Project, request_id: str) -> Response:
         return await call(request, project)
@@ -346,14 +339,34 @@ def _without_id(call: Callable[[Request, Project], Awaitable[Response]]) -> Answ
     return answer
 
 
+def _logged_error(error: Exception, request_id: str) -> ApiError:
+    """Log an exception, and return the error that the client gets."""
+    if isinstance(error, RedisError):
+        logger.warning("%s: Redis does not answer: %s", request_id, error)
+        return ApiError(503, "the queue does not answer: try again", headers={"retry-after": "5"})
+    if isinstance(error, StoreError):
+        logger.warning("%s: %s", request_id, error)
+        return ApiError(
+            503, "the server's store does not answer: try again", headers={"retry-after": "5"}
+        )
+    if isinstance(error, OSError):
+        logger.warning("%s: the folder cannot be used: %s", request_id, error)
+        return _disk_error(error)
+    # The error's text is left out, because it may quote a prompt.
+    place = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s: an unforeseen %s:\n%s", request_id, type(error).__name__, place)
+    return ApiError(500, f"an unforeseen error; the server's log names it by {request_id}")
+
+
 def _disk_error(error: OSError) -> ApiError:
+    """Return the error that the server's folder cannot be used."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "the server's folder has no room")
     return ApiError(500, "the server's folder cannot be read or written")
 
 
 def _model(sample: WorkerSample) -> dict[str, Any]:
-    """Return OpenAI's object of a model, with vLLM's `max_model_len`."""
+    """Return the OpenAI object of a worker's model, with `max_model_len` as in vLLM."""
     return {
         "id": sample.model,
         "object": "model",
@@ -364,29 +377,33 @@ def _model(sample: WorkerSample) -> dict[str, Any]:
 
 
 def _model_named(sample: WorkerSample, name: str) -> dict[str, Any]:
-    """Return the object of a worker's model by one of its names, or of its adapter. An adapter has a `parent`."""
+    """Return the OpenAI object of a worker's model or adapter. name: any of the names in `sample.models`.
+
+    The `parent` of an adapter is its model.
+    """
     model = {**_model(sample), "id": name}
     if name in sample.adapters:
         model["parent"] = sample.model
     return model
 
 
-async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
-    """Await an answer. If the client closes its connection, cancel the answer and raise ClientDisconnect."""
+async def _while_connected(request: Request, answer: Awaitable[T]) -> T:
+    """Await an answer. If the client closes its connection first, cancel the answer and raise ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
-    leaving = asyncio.create_task(_left(request))
+    disconnecting = asyncio.create_task(_until_disconnected(request))
     try:
-        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answering, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             raise ClientDisconnect
         return answering.result()
     finally:
-        leaving.cancel()
+        disconnecting.cancel()
         if answering.cancel():
-            await asyncio.wait({answering})  # it cancels its job
+            # A cancelled answer cancels its job before it ends.
+            await asyncio.wait({answering})
 
 
-async def _left(request: Request) -> None:
+async def _until_disconnected(request: Request) -> None:
     """Return once the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -12,7 +12,7 @@ READ_S = 60.0
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed if its client is too slow. The answer to a request has limits of its own."""
+    """A connection that is closed if its client is too slow. How long an answer takes is bounded elsewhere."""
 
     head_s = HEAD_S
     read_s = READ_S
@@ -20,22 +20,22 @@ class BoundedConnection(H11Protocol):
     _read_timer: TimerHandle | None = None
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Await the first request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._set_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes. A request that they begin must be whole in time."""
+        """Take bytes. Start the timer if they begin a request."""
         super().data_received(data)
         self._set_head_timer()
 
     def on_response_complete(self) -> None:
-        """Await the next request, or the rest of this one."""
+        """Start the timer for the next request, or for the rest of this one."""
         super().on_response_complete()
         self._set_head_timer()
 
     def pause_writing(self) -> None:
-        """Give the client some seconds to read."""
+        """Start the timer for the client to read."""
         super().pause_writing()
         self._read_timer = self.loop.call_later(self.read_s, self.transport.abort)
 
@@ -54,7 +54,7 @@ class BoundedConnection(H11Protocol):
         self._read_timer = None
 
     def _set_head_timer(self) -> None:
-        """Let the timer run while no request is answered. Further bytes do not restart it."""
+        """Start the timer while no request is being answered, and stop it otherwise. A running timer goes on."""
         cycle: Any = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
         if is_answering or self.transport.is_closing():

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's API writes them.
+"""Errors in the form of OpenAI's API.
 
-Source: OpenAI's API reference, "Error codes"; the types that its clients raise follow from the status.
+Source: OpenAI's API reference, "Error codes". Clients choose the exception that they raise by the status alone.
 """
 
 import json
@@ -28,7 +28,8 @@ class ApiError(Exception):
     """Raised for a request that cannot be answered.
 
     status: the response's HTTP status. code: OpenAI's name for the error, such as "model_not_found". param: the wrong
-    argument. headers: further headers of the response. project: who asked, where only the error tells it.
+    argument. headers: further headers of the response. project: the project of the request, if the error is raised
+    while it is looked up.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ApiError(Exception):
 
     @property
     def response(self) -> Response:
-        """Return the response that tells of the error."""
+        """Return the error as a response."""
         content: dict[str, Any] = {
             "message": self.message,
             "type": _TYPES.get(self.status, "invalid_request_error"),
@@ -62,14 +63,20 @@ class ApiError(Exception):
         return Response(body, self.status, self.headers, "application/json")
 
 
-#: The class that stands before the message in the last line of a traceback.
+#: The class before the message in the last line of a traceback.
 _ERROR_CLASS = re.compile(r"[\w.]+: ")
 
 
 def job_error(text: str) -> ApiError:
-    """Return the error of a failed job. text: its `exc_string`, whose last lines tell the error and the fault."""
-    lines = [line for line in text.strip().splitlines() if line]
-    is_clients = f"{FAULT_PREFIX}client" in lines
-    messages = [line for line in lines if not line.startswith(FAULT_PREFIX)]
-    message = _ERROR_CLASS.sub("", messages[-1], count=1) if messages else "the job left no error"
-    return ApiError(400 if is_clients else 500, message)
+    """Return the error of a failed job: a 400 if the client is at fault, else a 500.
+
+    text: the job's `exc_string`, whose last lines are the error and the fault.
+    """
+    status = 500
+    message = "the job left no error"
+    for line in text.strip().splitlines():
+        if line == f"{FAULT_PREFIX}client":
+            status = 400
+        elif line and not line.startswith(FAULT_PREFIX):
+            message = _ERROR_CLASS.sub("", line, count=1)
+    return ApiError(status, message)

@@ -1,6 +1,7 @@
-"""What the server tells Prometheus: its requests, its streams, and the batches of all servers.
+"""The metrics of the server for Prometheus: its requests, its streams, and the batches of all servers.
 
-No label holds a key or an id. Endpoints are the server's own paths, and projects are those of keys.
+No label holds a key or an id. An endpoint is the path of a route, never the path that a client sent. A project is that
+of a key.
 """
 
 import time
@@ -18,19 +19,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jobs.runs.watching.api_records import batch_runs, batch_status, recorded_batches
 
 PATH = "/metrics"
-#: In a request's scope: the path of the route that answers it.
+#: The entry of a request's scope that holds the path of the route.
 ENDPOINT = "tokenmill.endpoint"
 UPLOADS = "/v1/files"
-#: Bounds of histograms, in seconds.
+#: The bounds of the histograms, in seconds.
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
-#: Batches are counted that were made within this time: a day longer than any batch may take.
+#: The age in seconds up to which batches are counted: a day longer than any batch may take.
 COUNTED_S = 8 * 24 * 3600
-#: States that a batch does not leave.
+#: The statuses that are remembered, because a batch does not leave them.
 _FINAL_STATUSES = ("completed", "cancelled")
 
 
 class Metrics:
-    """Counts what the server does. For any thread."""
+    """The metrics of one server. Safe to use from many threads."""
 
     def __init__(self, connection: Redis) -> None:
         self._registry = CollectorRegistry()
@@ -71,43 +72,45 @@ class Metrics:
         registry.register(_BatchCollector(connection))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all numbers and their content type. accept: the header of the request. Raises RedisError."""
+        """Return all metrics as a body, and its content type. accept: the request's header. Raises RedisError."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 class _BatchCollector(Collector):
-    """Counts batches by their state. Each exposition reads those that had not ended at the last one."""
+    """Counts batches by their status. Each exposition reads only the batches that had not ended at the last one."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self._connection = connection
         self._clock = clock
-        self._ended: Mapping[str, str] = {}
+        #: By id of a batch: its status, if it is final.
+        self._final_statuses: Mapping[str, str] = {}
 
     def describe(self) -> Iterator[Metric]:
-        """Yield the metric without numbers, so that nothing is read when it is registered."""
+        """Yield the metric without numbers, so that its registration reads nothing from Redis."""
         yield self._family()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the number of batches by project and state. Raises RedisError."""
+        """Yield the number of batches by project and status. Raises RedisError."""
         earliest = self._clock() - COUNTED_S
-        batches = [
-            batch for batch in recorded_batches(self._connection) if batch.created_at >= earliest
-        ]
-        unknown = [batch for batch in batches if batch.id not in self._ended]
-        runs = batch_runs(self._connection, unknown)
-        ended: dict[str, str] = {}
+        recorded = recorded_batches(self._connection)
+        batches = [batch for batch in recorded if batch.created_at >= earliest]
+        open_batches = [batch for batch in batches if batch.id not in self._final_statuses]
+        runs = batch_runs(self._connection, open_batches)
+
+        final_statuses: dict[str, str] = {}
         counts: Tally[tuple[str, str]] = Tally()
         for batch in batches:
-            status = self._ended.get(batch.id)
+            status = self._final_statuses.get(batch.id)
             if status is None and batch.run in runs:
                 status = batch_status(runs[batch.run])
             if status is None:
-                continue  # Redis has forgotten its run
+                continue  # Redis has forgotten the run
             counts[batch.project, status] += 1
             if status in _FINAL_STATUSES:
-                ended[batch.id] = status
-        self._ended = ended
+                final_statuses[batch.id] = status
+        self._final_statuses = final_statuses
+
         family = self._family()
         for labels, count in sorted(counts.items()):
             family.add_metric(labels, count)
@@ -123,7 +126,7 @@ class _BatchCollector(Collector):
 
 
 class Metered:
-    """Counts each request of an application that answers it by a route with an ENDPOINT."""
+    """Wraps an application, and counts the requests whose scope has an ENDPOINT."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -133,15 +136,15 @@ class Metered:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = _Metered(self._metrics, scope, receive, send)
+        request = _MeteredRequest(self._metrics, scope, receive, send)
         try:
             await self._app(scope, request.receive, request.send)
         finally:
             request.end()
 
 
-class _Metered:
-    """One request, and what passes to and fro."""
+class _MeteredRequest:
+    """One request. Its messages are counted on their way to and from the application."""
 
     def __init__(self, metrics: Metrics, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics = metrics
@@ -154,12 +157,14 @@ class _Metered:
         self._has_begun = False
 
     async def receive(self) -> Message:
+        """Return the client's next message. Count the bytes of an upload."""
         message = await self._receive()
         if self._scope.get(ENDPOINT) == UPLOADS:
             self._metrics.uploaded_bytes.inc(len(message.get("body", b"")))
         return message
 
     async def send(self, message: Message) -> None:
+        """Send a message to the client. Note the status, and the beginning of a stream."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._is_stream = _is_event_stream(message)

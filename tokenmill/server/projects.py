@@ -1,6 +1,6 @@
-"""Finds the project of a request, and refuses requests beyond its limits.
+"""Finds the project of a request by its key, and refuses requests beyond the project's limits.
 
-Without any key in Redis, a server that only this machine reaches takes every request.
+While Redis has no keys, a server that only this machine reaches needs none.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from tokenmill.serving import Hosts
 NO_KEY_PROJECT = "default"
 #: The project whose keys open /metrics.
 METRICS_PROJECT = "metrics"
-#: How old keys and limits may be: a revoked key is refused after so many seconds.
+#: For how many seconds keys and limits are cached. A revoked key is still accepted for this time.
 KNOWN_S = 1.0
 
 
 @dataclass(frozen=True)
 class Project:
-    """The project of a request. headers: the headers of a response that tell the limit of requests."""
+    """The project of a request. headers: for the response, with the project's limits and what is left of them."""
 
     name: str
     limits: ProjectLimits = field(default_factory=ProjectLimits)
@@ -34,7 +34,7 @@ class Project:
 
 
 class Projects:
-    """Finds the project of each request. is_local: only this machine reaches the server."""
+    """Finds the project of each request. is_local: whether only this machine reaches the server."""
 
     def __init__(
         self, connection: Redis, *, is_local: bool, clock: Callable[[], float] = time.time
@@ -42,21 +42,27 @@ class Projects:
         self._connection = connection
         self._is_local = is_local
         self._clock = clock
-        self._looking = asyncio.Lock()
-        self._last_known: KnownKeys | None = None
-        self._looked_at = 0.0
+        self._reading = asyncio.Lock()
+        self._cached: KnownKeys | None = None
+        self._cached_at = 0.0
 
     async def of(self, headers: Headers) -> Project:
-        """Return a request's project, and count the request. Raises ApiError and RedisError."""
+        """Return the project of a request, and count the request. headers: of the request.
+
+        Raises RedisError, and ApiError for a wrong key or too many requests.
+        """
         known = await self._known_for(headers)
         name = self._name_of(headers, known)
         limits = known.limits_of(name)
         if limits.requests_per_minute is None:
             return Project(name, limits)
-        return await run_in_threadpool(self._counted, name, limits, limits.requests_per_minute)
+        return await run_in_threadpool(self._count, name, limits, limits.requests_per_minute)
 
     async def check_metrics(self, headers: Headers) -> None:
-        """Raise ApiError unless a request may read the metrics, which name all projects. It is not counted."""
+        """Raise ApiError unless a request may read the metrics, which name all projects.
+
+        The request is not counted.
+        """
         known = await self._known_for(headers)
         if self._needs_no_key(known):
             _check_browser(headers)
@@ -66,7 +72,7 @@ class Projects:
             )
 
     async def _known_for(self, headers: Headers) -> KnownKeys:
-        """Return all keys and limits, with a key that was added just now. Raises RedisError."""
+        """Return all keys and limits. If they lack the key of the request, read them again. Raises RedisError."""
         known = await self._known(KNOWN_S)
         secret = _secret(headers)
         if secret and known.find(secret) is None and not self._needs_no_key(known):
@@ -74,15 +80,17 @@ class Projects:
         return known
 
     async def _known(self, max_age_s: float) -> KnownKeys:
-        asked_at = self._clock()
-        async with self._looking:  # requests that come together await the same look
-            if self._last_known is None or abs(asked_at - self._looked_at) >= max_age_s:
-                self._looked_at = self._clock()
-                self._last_known = await run_in_threadpool(known_keys, self._connection)
-            return self._last_known
+        """Return all keys and limits, from the cache if it is young enough."""
+        began_at = self._clock()
+        # Requests that come at the same time wait here, and share one reading.
+        async with self._reading:
+            if self._cached is None or abs(began_at - self._cached_at) >= max_age_s:
+                self._cached_at = self._clock()
+                self._cached = await run_in_threadpool(known_keys, self._connection)
+            return self._cached
 
-    def _counted(self, name: str, limits: ProjectLimits, most: int) -> Project:
-        """Count a request. Raises ApiError for one too many."""
+    def _count(self, name: str, limits: ProjectLimits, most: int) -> Project:
+        """Count a request, and return its project. Raises ApiError if it is one too many. most: requests a minute."""
         now = self._clock()
         count = count_request(self._connection, name, now)
         reset_s = 60 - int(now % 60)
@@ -102,9 +110,11 @@ class Projects:
         return Project(name, limits, limit_headers)
 
     def _needs_no_key(self, known: KnownKeys) -> bool:
+        """Whether the server accepts requests without a key."""
         return self._is_local and not known.needs_key
 
     def _name_of(self, headers: Headers, known: KnownKeys) -> str:
+        """Return the name of a request's project. Raises ApiError."""
         if self._needs_no_key(known):
             _check_browser(headers)
             return NO_KEY_PROJECT
@@ -121,14 +131,14 @@ class Projects:
         )
 
 
-#: The names of a server without keys.
+#: The host names by which a server without keys may be called.
 _HOSTS = Hosts((), is_local=True)
 
 
 def _check_browser(headers: Headers) -> None:
-    """Raise ApiError for what a page of another site has a browser send to this machine.
+    """Raise ApiError if a browser sends the request for a page of another site. headers: of the request.
 
-    Where there are keys, such a page has none.
+    This is for a server without keys. Another site's page has no key.
     """
     host = headers.get("host", "")
     origin = headers.get("origin")
@@ -143,6 +153,6 @@ def _check_browser(headers: Headers) -> None:
 
 
 def _secret(headers: Headers) -> str:
-    """Return the key that a request sends; "" without one."""
+    """Return the key in a request's headers; "" if there is none."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else ""

@@ -1,7 +1,7 @@
-"""Bounds the tokens that a project's clients have under way: of calls that they await, and of open batches.
+"""Bounds the tokens that a project has under way, in its unanswered calls and its open batches.
 
-A token is counted for each four bytes of text, as the server has no tokenizer. The tokens that may be generated are
-counted too.
+The tokens of prompts are counted, and the tokens that may be generated. The server has no tokenizer: it counts a token
+for every four bytes of text.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from tokenmill.server.projects import Project
 
 #: How many bytes of a text count as a token.
 BYTES_PER_TOKEN = 4
-#: What a request without `max_tokens` may generate.
+#: How many generated tokens are counted for a request without `max_tokens`.
 DEFAULT_MAX_TOKENS = 256
-#: How long the tokens of a batch count at most. A batch that ends before is counted no longer.
+#: The most seconds for which the tokens of a batch are counted. They are counted until the batch ends.
 BATCH_S = 30 * 24 * 3600
-#: Seconds that a call counts longer than it may take, if its server dies.
+#: If the server dies, the tokens of its calls are counted for this many seconds beyond the calls' time limit.
 SPARE_S = 60
 
 _GENERATING = ("jobs.chat", "jobs.complete")
@@ -41,7 +41,11 @@ _LINE_BYTES = 8 << 20
 
 
 class QueuedTokens:
-    """Counts tokens in Redis, for all servers. is_open: whether a project's batch with an id has not ended."""
+    """Counts tokens in Redis, for all servers.
+
+    is_open: a function of a project and the id of a batch, which says whether the batch has not ended.
+    clock: Unix seconds.
+    """
 
     def __init__(
         self,
@@ -57,9 +61,10 @@ class QueuedTokens:
     async def held(
         self, project: Project, made: Made, call: Call, timeout_s: int
     ) -> AsyncIterator[None]:
-        """Count a call's tokens while it is awaited. Raises ApiError if the project has no room, and RedisError.
+        """A context manager that counts a call's tokens during its block.
 
-        A job that goes on when its client leaves counts until its end, too.
+        If the client leaves and the job goes on, the tokens are counted until the job's end. Raises RedisError, and
+        ApiError if the project has no room.
         """
         if project.limits.tokens_queued is None:
             yield
@@ -77,9 +82,9 @@ class QueuedTokens:
                 await asyncio.shield(run_in_threadpool(self.leave, project.name, made.id))
 
     def admit(self, project: Project, name: str, num_tokens: int, most_s: float) -> None:
-        """Count the tokens of a call or batch from now on, for most_s seconds at most.
+        """Count the tokens of a call or batch from now on, until `leave`, and for `most_s` seconds at most.
 
-        Raises ApiError if the project has no room, and RedisError.
+        name: the id of the call or batch. Raises RedisError, and ApiError if the project has no room.
         """
         most = project.limits.tokens_queued
         if most is None:
@@ -90,10 +95,10 @@ class QueuedTokens:
             pipe.hset(key, name, record)
             pipe.expire(key, BATCH_S)
             pipe.execute()
-        counted = self._counted(project.name)
-        if sum(counted.values()) > most:
-            counted = self._without_ended(project.name, counted, name)
-        total = sum(counted.values())
+        tokens_by_name = self._tokens_by_name(project.name)
+        if sum(tokens_by_name.values()) > most:
+            tokens_by_name = self._without_ended(project.name, tokens_by_name, name)
+        total = sum(tokens_by_name.values())
         is_over = total > most
         if is_over:
             self.leave(project.name, name)
@@ -117,31 +122,32 @@ class QueuedTokens:
             )
 
     def leave(self, project: str, name: str) -> None:
-        """Count the tokens of a call or batch no longer. Raises RedisError."""
+        """Stop counting the tokens of a call or batch. Raises RedisError."""
         self._connection.hdel(api_tokens_key(project), name)
 
-    def _counted(self, project: str) -> dict[str, int]:
-        """Return the tokens by what they are of, and forget those whose time is over."""
+    def _tokens_by_name(self, project: str) -> dict[str, int]:
+        """Return a project's counted tokens by the id of their call or batch. Remove what is too old."""
         now = self._clock()
-        counted: dict[str, int] = {}
+        tokens_by_name: dict[str, int] = {}
         records: Any = self._connection.hgetall(api_tokens_key(project))
-        for name, record in records.items():
+        for raw_name, record in records.items():
+            name = stored.text(raw_name)
             num_tokens, _, end = stored.text(record).partition(" ")
             if float(end) < now:
-                self.leave(project, stored.text(name))
+                self.leave(project, name)
             else:
-                counted[stored.text(name)] = int(num_tokens)
-        return counted
+                tokens_by_name[name] = int(num_tokens)
+        return tokens_by_name
 
     def _without_ended(
-        self, project: str, counted: Mapping[str, int], new_name: str
+        self, project: str, tokens_by_name: Mapping[str, int], new_name: str
     ) -> dict[str, int]:
-        """Return the tokens without those of calls and batches that have ended, and forget these.
+        """Return the tokens of calls and batches that have not ended, and remove all others.
 
-        new_name: is not made yet.
+        new_name: the call or batch that is being admitted. It does not exist yet, so it cannot be looked up.
         """
         open_tokens: dict[str, int] = {}
-        for name, num_tokens in counted.items():
+        for name, num_tokens in tokens_by_name.items():
             if name != new_name and self._has_ended(project, name):
                 self.leave(project, name)
             else:
@@ -149,42 +155,56 @@ class QueuedTokens:
         return open_tokens
 
     def _has_ended(self, project: str, name: str) -> bool:
+        """Whether a call or batch has ended."""
         if name.startswith("batch_"):
             return not self._is_open(project, name)
         return bool(self._connection.exists(rq_jobs.results_key(name)))
 
 
 def tokens_of_call(call: Call) -> int:
-    """Return about how many tokens a call reads and may generate."""
+    """Return about how many tokens the prompts of a call have, plus the most tokens that it may generate."""
     arguments = call.arguments
     num_prompt_tokens = _num_bytes(arguments) // BYTES_PER_TOKEN
     if call.function not in _GENERATING:
         return num_prompt_tokens
+
+    num_prompts = 1
     prompt = arguments.get("prompt")
-    is_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    num_prompts = len(prompt) if isinstance(prompt, list) and is_several else 1
-    given = [arguments[name] for name in _MAX_NAMES if isinstance(arguments.get(name), int)]
-    # A worker refuses negative numbers. Until then they make no room for others.
-    max_tokens = max(0, given[0]) if given else DEFAULT_MAX_TOKENS
+    # A list of numbers is one prompt of token ids.
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        num_prompts = len(prompt)
+
+    # A worker refuses negative numbers later. Until then they must not make room for other calls.
+    num_samples = 1
     n = arguments.get("n")
-    num_samples = max(1, n) if isinstance(n, int) else 1
+    if isinstance(n, int):
+        num_samples = max(1, n)
+    max_tokens = DEFAULT_MAX_TOKENS
+    for name in _MAX_NAMES:
+        value = arguments.get(name)
+        if isinstance(value, int):
+            max_tokens = max(0, value)
+            break
     return num_prompt_tokens + num_prompts * num_samples * max_tokens
 
 
 def tokens_of_batch(lines: IO[bytes], *, generates: bool) -> int:
-    """Return about how many tokens the lines of a batch file read and may generate. Raises OSError, StoreError."""
+    """Return about how many tokens the lines of a batch file have, plus the most tokens that they may generate.
+
+    generates: whether the lines' endpoint generates text. Raises OSError and StoreError.
+    """
     num_bytes = 0
     num_generated = 0
     while line := lines.readline(_LINE_BYTES):
         num_bytes += len(line)
         if generates and line.strip():
-            found = _MAX_TOKENS.search(line)
-            num_generated += int(found[1]) if found else DEFAULT_MAX_TOKENS
+            match = _MAX_TOKENS.search(line)
+            num_generated += int(match[1]) if match else DEFAULT_MAX_TOKENS
     return num_bytes // BYTES_PER_TOKEN + num_generated
 
 
 def _num_bytes(value: object) -> int:
-    """Return the bytes of the texts in a value. A picture counts nothing, a token id as a token."""
+    """Return how many bytes the texts in a value have. A token id counts as BYTES_PER_TOKEN, a picture as nothing."""
     total = 0
     values = [value]
     while values:

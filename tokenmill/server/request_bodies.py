@@ -15,24 +15,25 @@ from tokenmill.server.errors import ApiError
 
 #: The most bytes of a body. The pictures of a prompt have at most 20 MiB, a third more in base64.
 MAX_BODY_BYTES = 32 << 20
-#: The most bytes of all bodies together, each from its first byte until Redis has its job.
+#: The most bytes of all bodies together. A body counts from its first byte until its job is in Redis.
 MAX_HELD_BYTES = 128 << 20
-#: Smaller bodies are parsed where they are read: a thread would cost more.
+#: Bodies below this size are parsed on the event loop, because a thread would cost more.
 SMALL_BYTES = 16 << 10
-#: Larger bodies are parsed one at a time: a body takes several times its size then.
+#: Bodies from this size on are parsed one at a time, because parsing takes several times a body's size.
 LARGE_BYTES = 1 << 20
-#: The most seconds until a body is here.
+#: The most seconds in which a body must come.
 BODY_S = 60.0
-#: The most commas and brackets of a body: each may become an object of many times its size.
+#: The most commas and opening brackets of a body: each may become an object of many bytes.
 MAX_MARKS = 1_000_000
-#: The most levels of nested objects and lists. Code that reads them is recursive.
+#: The most levels of nested objects and lists, because code that reads them is recursive.
 MAX_DEPTH = 64
 T = TypeVar("T")
+#: An escape of half of a surrogate pair.
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class HeldBody:
-    """The body of one request. value: what its JSON stands for; None before it is read, and once it is let go."""
+    """The body of one request. value: the parsed JSON; None before `read` and after `let_go`."""
 
     def __init__(self, bodies: "Bodies") -> None:
         self.value: Any = None
@@ -40,7 +41,7 @@ class HeldBody:
         self._num_bytes = 0
 
     async def read(self, request: Request) -> None:
-        """Read and parse it. Raises ApiError for one that is too large, too slow or no JSON."""
+        """Read and parse the body of a request. Raises ApiError if it is too large, too slow or not JSON."""
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
@@ -61,20 +62,23 @@ class HeldBody:
                 self.value = await run_in_threadpool(parsed_body, data)
 
     async def apply(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return a function's value of the arguments and the body, in a thread unless the body is small."""
+        """Call a function with the arguments and the body's value, and return its result.
+
+        The function is called in a thread, unless the body is small.
+        """
         if self._num_bytes < SMALL_BYTES:
             return function(*arguments, self.value)
         return await run_in_threadpool(function, *arguments, self.value)
 
     def let_go(self) -> None:
-        """Make room for other bodies: this one is not needed any more."""
+        """Drop the value, which is not needed any more, and make room for other bodies."""
         self.value = None
         self._bodies.give_back(self._num_bytes)
         self._num_bytes = 0
 
 
 class Bodies:
-    """The bodies that a server holds, bounded together. max_bytes: of all of them."""
+    """The bodies that a server holds. max_bytes: the most bytes of all of them together."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self._num_free = max_bytes
@@ -82,7 +86,7 @@ class Bodies:
 
     @contextmanager
     def held(self) -> Iterator[HeldBody]:
-        """Yield the body of a request, and let it go at the end of the block at the latest."""
+        """A context manager around the body of a request, which is let go at the end of the block at the latest."""
         body = HeldBody(self)
         try:
             yield body
@@ -90,7 +94,7 @@ class Bodies:
             body.let_go()
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes that have come. Raises ApiError if there is no room for them."""
+        """Count bytes that have been read. Raises ApiError if there is no room for them."""
         if num_bytes > self._num_free:
             raise ApiError(
                 503,
@@ -106,8 +110,8 @@ class Bodies:
 
 
 def parsed_body(data: bytes | bytearray) -> Any:
-    """Parse JSON. Raises ApiError for a value that a job could not hold."""
-    num_marks = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+    """Parse JSON and return its value. Raises ApiError for a value that a job cannot hold."""
+    num_marks = data.count(b",") + data.count(b"[") + data.count(b"{")
     if num_marks > MAX_MARKS:
         raise ApiError(413, f"the body has more than {MAX_MARKS} commas and brackets")
     try:

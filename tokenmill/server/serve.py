@@ -1,4 +1,4 @@
-"""Starts the API server. Without keys it serves this machine only."""
+"""Starts the API server. A server without keys is for this machine only."""
 
 import logging
 from pathlib import Path
@@ -22,10 +22,10 @@ from tokenmill.serving import (
     start_log,
 )
 
-#: Connections that wait to be taken. A thousand clients may come at once.
+#: The most connections that wait to be accepted. A thousand clients may come at once.
 BACKLOG = 2048
-#: Seconds for which an idle connection is kept. Clients and proxies close theirs earlier, so that they send nothing
-#: into one that is being closed: HTTPX after 5 s, Node after 4 s, ops/deploy/proxy after 15 s.
+#: The seconds for which an idle connection is kept open. Clients and proxies close theirs earlier: Node after 4 s,
+#: HTTPX after 5 s, ops/deploy/proxy after 15 s. So none sends a request while the server closes the connection.
 KEEP_ALIVE_S = 20
 
 
@@ -40,10 +40,11 @@ def serve(
     drain: int,
     folder: str | None,
 ) -> None:
-    """Serve until stopped. Raises NotServed if keys are needed and there are none, or the address is not free.
+    """Serve until the process is stopped.
 
-    timeout: seconds that an answer may take. drain: seconds for requests to end after SIGTERM. folder: where files and
-    batches lie; None for a server without them.
+    timeout: the most seconds for an answer. drain: the seconds for requests to end after SIGTERM. folder: the folder of
+    files and batches; None for a server without them. Raises NotServed if the address or the folder cannot be used, or
+    if keys are needed and there are none.
     """
     writes_json = start_log("server")
     if not writes_json:
@@ -56,7 +57,11 @@ def serve(
     if not is_local:
         _check_keys(connection, bind)
     options = ServerOptions(
-        is_local, prompts_queue, runs_queue, timeout, None if folder is None else _folder(folder)
+        is_local=is_local,
+        prompts_queue=prompts_queue,
+        runs_queue=runs_queue,
+        timeout_s=timeout,
+        folder=None if folder is None else _open_folder(folder),
     )
     app = ApiServer(redis_url, connection, options).app()
     listener = listen(bind, port, BACKLOG)
@@ -72,14 +77,14 @@ def serve(
     )
 
 
-def _folder(name: str) -> Folder:
-    """Return the folder of files and batches. Raises NotServed if it cannot be used."""
+def _open_folder(name: str) -> Folder:
+    """Return the folder of files and batches. Raises NotServed if it cannot be used. name: a path or URL."""
     try:
         path = run_path(name)
     except JobsError as error:
         raise NotServed(f"--folder: {error}") from None
     if is_stored(path):
-        return _stored_folder(path)
+        return _open_stored_folder(path)
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +93,8 @@ def _folder(name: str) -> Folder:
     return LocalFolder(folder)
 
 
-def _stored_folder(path: str) -> Folder:
+def _open_stored_folder(path: str) -> Folder:
+    """Return a folder in an object store. Raises NotServed if it cannot be used."""
     try:
         from jobs.parquet.files.object_folder import ObjectFolder
     except ImportError:
@@ -104,7 +110,7 @@ def _stored_folder(path: str) -> Folder:
 
 
 def _check_keys(connection: Redis, bind: str) -> None:
-    """Raise NotServed unless there are keys."""
+    """Raise NotServed unless Redis has keys. bind: the address, for the message."""
     try:
         if has_keys(connection):
             return

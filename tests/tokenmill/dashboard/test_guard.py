@@ -17,8 +17,8 @@ from tokenmill.dashboard.guard import (
     MAX_CONNECTIONS,
     SESSION_COOKIE,
     SESSION_S,
+    LoginThrottle,
     Sessions,
-    TriesInTurn,
 )
 from tokenmill.serving import Hosts
 
@@ -187,11 +187,11 @@ def test_only_whole_names_of_open_paths_are_open(redis: Redis, open_page: Open) 
 
 def test_after_ten_wrong_tokens_a_login_waits_for_its_turn() -> None:
     async def tries() -> list[bool]:
-        turns = TriesInTurn(pause_s=0.001)
+        throttle = LoginThrottle(pause_s=0.001)
         for _ in range(10):
-            assert await turns.take()
-            turns.note(is_right=False)
-        return await asyncio.gather(*(turns.take() for _ in range(12)))
+            assert await throttle.wait()
+            throttle.record(is_right=False)
+        return await asyncio.gather(*(throttle.wait() for _ in range(12)))
 
     assert asyncio.run(tries()) == [True] * 10 + [False] * 2
 

@@ -19,7 +19,7 @@ from tests.jobs.runs.test_report import PART
 from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.pages.test_pages import RUN, put_run, put_worker
 from tokenmill.dashboard.history.charts import Charts
-from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
+from tokenmill.dashboard.history.recorder import LOCK_KEY, Recorder
 from tokenmill.dashboard.history.rings import KINDS, QUEUE, RINGS, WORKER, Kind, Rings
 from tokenmill.dashboard.seen import watcher as watcher_module
 from tokenmill.dashboard.seen.growth import per_second
@@ -138,7 +138,7 @@ def test_what_was_recorded_outlives_the_worker_and_the_dashboard(
     redis.delete("rq:workers", "rq:worker:a", "tokenmill:worker:a", samples_key("a"))
     clock.at += 600
     again = Recorder(Watcher(redis, clock), clock)
-    redis.delete(TURN_KEY)
+    redis.delete(LOCK_KEY)
     again.record()
     in_hour = lines("worker", "tokens", "a")["generated"]
     assert known(in_hour) == pytest.approx([50.0] * 119)
@@ -218,8 +218,8 @@ def test_one_of_two_dashboards_writes_and_the_other_takes_over(
 ) -> None:
     other = Recorder(Watcher(redis, clock), clock)
     assert (recorder.record(), other.record(), recorder.record()) == (True, False, True)
-    assert 0 < redis.ttl(TURN_KEY) <= 35
-    redis.delete(TURN_KEY)  # it was silent for as long
+    assert 0 < redis.ttl(LOCK_KEY) <= 35
+    redis.delete(LOCK_KEY)  # it was silent for as long
     assert (other.record(), recorder.record()) == (True, False)
 
 
@@ -293,13 +293,13 @@ def test_workers_that_come_leave_and_die_are_marked(
     put_worker(redis, "dies", silent_s=60, started_at=NOW - 60)
     put_worker(redis, "loads", state="loading")
     clock.at += 10
-    redis.delete(TURN_KEY)
+    redis.delete(LOCK_KEY)
     Recorder(Watcher(redis, clock), clock).record()
     assert sorted(marks()[3:]) == [("dies", "died"), ("leaves", "left")]
 
     put_worker(redis, "stays", started_at=NOW + 10)
     clock.at += 10
-    redis.delete(TURN_KEY)
+    redis.delete(LOCK_KEY)
     recorder.record()
     assert marks()[5:] == [("stays", "came")], "a worker of the same name took its place"
 

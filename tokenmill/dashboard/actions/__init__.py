@@ -1,1 +1,1 @@
-"""What the buttons of pages do."""
+"""The actions behind the buttons of pages."""

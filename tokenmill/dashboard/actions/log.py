@@ -1,6 +1,7 @@
-"""The log of actions in Redis: who did what in the dashboard, and what came of it."""
+"""The log of actions in Redis: who did what in the dashboard, and with what outcome."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,13 +11,16 @@ from jobs.common import stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import ACTIONS_KEY
 
-#: The most entries that are kept, the latest ones.
+#: The most entries that are kept. Older entries are removed.
 MAX_ENTRIES = 2000
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One action. Texts are safe to show. at: Unix seconds. who: the name of the login. about: what it was done to."""
+    """An entry of the log. Texts are safe to show.
+
+    at: Unix seconds. who: the name of the login. what: the action. about: what the action was done to.
+    """
 
     at: float
     who: str
@@ -40,13 +44,26 @@ def count_entries(connection: Redis) -> int:
 
 
 def read_entries(connection: Redis, first: int, most: int) -> list[LogEntry]:
-    """Return actions, the latest first, without the first ones. Raises RedisError."""
-    raws: Any = connection.lrange(ACTIONS_KEY, first, first + most - 1)
+    """Return at most `most` entries, the latest first, from number `first` on. Raises RedisError."""
+    stored_entries: Any = connection.lrange(ACTIONS_KEY, first, first + most - 1)
     entries = []
-    for raw in raws:
-        fields = stored.json_object(raw)
+    for stored_entry in stored_entries:
+        fields = stored.json_object(stored_entry)
         at = stored.seconds(str(fields.get("at")))
-        if at is not None:
-            texts = (fields.get(name, "") for name in ("who", "what", "about", "outcome"))
-            entries.append(LogEntry(at, *(safe_name(str(text), MAX_TEXT_CHARS) for text in texts)))
+        if at is None:
+            continue
+        entries.append(
+            LogEntry(
+                at,
+                who=_shown(fields, "who"),
+                what=_shown(fields, "what"),
+                about=_shown(fields, "about"),
+                outcome=_shown(fields, "outcome"),
+            )
+        )
     return entries
+
+
+def _shown(fields: Mapping[str, Any], name: str) -> str:
+    """Return a field of a stored entry as a text that is safe to show."""
+    return safe_name(str(fields.get(name, "")), MAX_TEXT_CHARS)

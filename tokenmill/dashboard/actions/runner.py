@@ -1,4 +1,4 @@
-"""Carries out what a page's button asks for, and writes the outcome into the log of actions."""
+"""Carries out the actions of pages, and writes their outcomes into the log of actions."""
 
 import secrets
 import threading
@@ -16,17 +16,20 @@ from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.actions.log import LogEntry, write_entry
 from tokenmill.dashboard.failures.index import FailureIndex
 
-#: The most outcomes that are remembered, for the page to which a browser is led after an action.
+#: The most outcomes that are remembered. A browser's next page shows the outcome of its action.
 MAX_OUTCOMES = 200
-#: Actions that are carried out at a time.
+#: The most actions that are carried out at once.
 MAX_AT_ONCE = 4
-#: Seconds for which all pages show the outcome of a long action.
+#: The seconds for which all pages show the outcome of a long action.
 SHOWN_S = 20.0
 
 
 @dataclass(frozen=True)
 class ActionResult:
-    """What an action did. what: such as "retry". about: what it was done to. outcome: one sentence for a person."""
+    """What an action did.
+
+    what: the action, such as "retry". about: what it was done to. outcome: a sentence for a person.
+    """
 
     what: str
     about: str
@@ -35,23 +38,28 @@ class ActionResult:
 
 @dataclass
 class ActionContext:
-    """What an action works with. progress: what a long action has done so far, for a person."""
+    """What an action uses. progress: what a long action has done so far, in words for a person."""
 
     connection: Redis
     failures: FailureIndex
     progress: str = ""
 
     def report(self, text: str) -> None:
-        """Note what has been done so far."""
+        """Set `progress`."""
         self.progress = text
 
 
+#: A function that carries out a form.
 Action = Callable[[ActionContext, Form], ActionResult]
 
 
 @dataclass
 class RunningAction:
-    """An action under way, or one that has just ended."""
+    """An action that runs or has ended lately.
+
+    future: returns the id of the outcome. ended_at: when a long action was first seen to have ended, in Unix seconds;
+    0 while it runs.
+    """
 
     context: ActionContext
     future: Future[str]
@@ -59,7 +67,7 @@ class RunningAction:
 
 
 class ActionRunner:
-    """Carries out actions in threads of its own, so that one that takes long goes on when its page is left.
+    """Carries out actions in its own threads, so that a long action goes on when the browser leaves its page.
 
     Safe to call from many threads. clock: Unix seconds.
     """
@@ -72,54 +80,55 @@ class ActionRunner:
         self._clock = clock
         self._pool = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="tokenmill-actions")
         self._lock = threading.Lock()
+        #: Sentences by the outcome's id, the oldest first.
         self._outcomes: OrderedDict[str, str] = OrderedDict()
-        self._long: list[RunningAction] = []
+        self._long_actions: list[RunningAction] = []
 
     def begin(self, action: Action, who: str, form: Form) -> RunningAction:
-        """Begin an action. Its future returns a mark, by which `outcome` finds the sentence."""
+        """Begin an action, and return it. Its future returns the id of the outcome. who: the name of the login."""
         context = ActionContext(self._connection, self._failures)
         future: Future[str] = self._pool.submit(self._carry_out, action, context, who, form)
         return RunningAction(context, future)
 
     def leave(self, running: RunningAction) -> None:
-        """Let a long action go on by itself. All pages show how it goes."""
+        """Let a long action go on without its page. `long_texts` tells all pages of it."""
         with self._lock:
-            self._long.append(running)
+            self._long_actions.append(running)
 
-    def outcome(self, mark: str) -> str:
-        """Return the sentence about an action's outcome; "" if the mark is not known."""
+    def outcome(self, outcome_id: str) -> str:
+        """Return the sentence about an outcome; "" if the id is not known."""
         with self._lock:
-            return self._outcomes.get(mark, "")
+            return self._outcomes.get(outcome_id, "")
 
     def long_texts(self) -> list[str]:
-        """Return what long actions have done so far, and the outcomes of those that ended a moment ago."""
+        """Return sentences about long actions: their progress, and for SHOWN_S their outcome."""
         now = self._clock()
-        texts = []
         with self._lock:
-            for running in self._long:
+            shown_actions = []
+            for running in self._long_actions:
                 if running.future.done() and not running.ended_at:
                     running.ended_at = now
-            self._long = [
-                running
-                for running in self._long
-                if not running.ended_at or now - running.ended_at < SHOWN_S
-            ]
-            for running in self._long:
-                if not running.future.done():
-                    texts.append(f"At work: {running.context.progress or 'it has begun'}.")
-                elif running.future.exception() is None:
-                    texts.append(self._outcomes.get(running.future.result(), ""))
-                else:
-                    reason = safe_name(str(running.future.exception()), 200)
-                    texts.append(f"Nothing was done: {reason}.")
+                if not running.ended_at or now - running.ended_at < SHOWN_S:
+                    shown_actions.append(running)
+            self._long_actions = shown_actions
+            texts = [self._long_text(running) for running in shown_actions]
         return [text for text in texts if text]
 
+    def _long_text(self, running: RunningAction) -> str:
+        """Return a sentence about a long action; "" if its outcome is no longer remembered."""
+        if not running.future.done():
+            return f"At work: {running.context.progress or 'it has begun'}."
+        error = running.future.exception()
+        if error is not None:
+            return f"Nothing was done: {safe_name(str(error), 200)}."
+        return self._outcomes.get(running.future.result(), "")
+
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin no more actions. Those that run go on."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _carry_out(self, action: Action, context: ActionContext, who: str, form: Form) -> str:
-        """Return the mark of the outcome. Raises RedisError if nothing was done."""
+        """Carry out an action, and log it. Return the id of the outcome. Raises RedisError if nothing was done."""
         try:
             result = action(context, form)
         except RedisError as error:
@@ -135,9 +144,9 @@ class ActionRunner:
             write_entry(self._connection, entry)
         except RedisError as error:
             text += f" The log of actions could not be written: {safe_name(str(error), 200)}."
-        mark = secrets.token_urlsafe(9)
+        outcome_id = secrets.token_urlsafe(9)
         with self._lock:
-            self._outcomes[mark] = text
+            self._outcomes[outcome_id] = text
             while len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
-        return mark
+        return outcome_id

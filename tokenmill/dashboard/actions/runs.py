@@ -22,9 +22,9 @@ def cancel(context: ActionContext, form: Form) -> ActionResult:
         return ActionResult(
             "cancel run", run, "The run was submitted again meanwhile, and goes on."
         )
-    jobs = f"{cancelled.removed:,} job{'' if cancelled.removed == 1 else 's'}"
+    noun = "job" if cancelled.removed == 1 else "jobs"
     outcome = (
-        f"The run was cancelled: {jobs} taken from the queue, {cancelled.stopped:,} told to stop. "
-        "Submitting it again resumes it."
+        f"The run was cancelled: {cancelled.removed:,} {noun} taken from the queue, "
+        f"{cancelled.stopped:,} told to stop. Submitting it again resumes it."
     )
     return ActionResult("cancel run", run, outcome)

@@ -1,4 +1,4 @@
-"""Names every action by the path of its form."""
+"""Lists the actions by the path of their forms."""
 
 from collections.abc import Mapping
 

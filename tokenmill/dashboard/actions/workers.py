@@ -8,47 +8,54 @@ from jobs.common.rq_jobs import SUSPENDED_KEY, command_channel
 from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.actions.runner import ActionContext, ActionResult
 
-#: RQ's command that ends a worker. A second one, a second or more later, has it give back what still runs.
+#: RQ's command that ends a worker. If it comes again after at least a second, the worker gives back what still runs.
 SHUTDOWN = json.dumps({"command": "shutdown"})
-#: Seconds between the two.
+#: The seconds between the two commands.
 SECOND_AFTER_S = 1.2
 
 
 def suspend(context: ActionContext, form: Form) -> ActionResult:
-    """Have all workers claim nothing more, as `rq suspend` does."""
+    """Make all workers stop claiming jobs, as `rq suspend` does."""
     context.connection.set(SUSPENDED_KEY, 1)
     outcome = "No worker claims anything until they are resumed. What they hold goes on."
     return ActionResult("suspend", "all workers", outcome)
 
 
 def resume(context: ActionContext, form: Form) -> ActionResult:
-    """Let workers claim again, as `rq resume` does."""
-    was_there = context.connection.delete(SUSPENDED_KEY)
-    outcome = "The workers claim again." if was_there else "The workers were not suspended."
+    """Let all workers claim jobs again, as `rq resume` does."""
+    if context.connection.delete(SUSPENDED_KEY):
+        outcome = "The workers claim again."
+    else:
+        outcome = "The workers were not suspended."
     return ActionResult("resume", "all workers", outcome)
 
 
 def drain(context: ActionContext, form: Form) -> ActionResult:
-    """Have a worker finish what it has begun, and end. It is what a first SIGTERM does."""
+    """Make a worker finish its running jobs, and end. A first SIGTERM has the same effect."""
     worker = form.get("worker")
-    outcome = _absent(worker)
-    if context.connection.publish(command_channel(worker), SHUTDOWN):
+    num_receivers = context.connection.publish(command_channel(worker), SHUTDOWN)
+    if num_receivers:
         outcome = f"{safe_name(worker)} finishes what it has begun, gives back the rest, and ends."
+    else:
+        outcome = _absent_text(worker)
     return ActionResult("drain", worker, outcome)
 
 
 def stop(context: ActionContext, form: Form) -> ActionResult:
-    """Have a worker give back all that it holds, and end. It is what a second SIGTERM does."""
+    """Make a worker give back all its jobs, and end. A second SIGTERM has the same effect."""
     worker = form.get("worker")
-    outcome = _absent(worker)
-    if context.connection.publish(command_channel(worker), SHUTDOWN):
+    num_receivers = context.connection.publish(command_channel(worker), SHUTDOWN)
+    if num_receivers:
         time.sleep(SECOND_AFTER_S)
         context.connection.publish(command_channel(worker), SHUTDOWN)
         outcome = f"{safe_name(worker)} gives back all that it holds, and ends."
+    else:
+        outcome = _absent_text(worker)
     return ActionResult("stop", worker, outcome)
 
 
-def _absent(worker: str) -> str:
+def _absent_text(worker: str) -> str:
+    """Return the outcome of a command that no worker received."""
     return (
         f"Nothing was told: {safe_name(worker)} does not listen. It is dead, or cut off from Redis."
     )

@@ -1,4 +1,4 @@
-"""Says which failed jobs failed for the same reason, and whether trying again can help."""
+"""Groups failed jobs by their cause, and says whether trying a job again can help."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from hashlib import blake2b
 from jobs.errors import fault_of
 from jobs.runs.watching.failures import error_line
 
-#: The most characters of an error by which jobs are grouped.
+#: The most characters of an error's last line that are compared.
 MAX_FOLDED_CHARS = 300
-#: The end of an error in which its last line is looked for.
+#: The characters at the end of an error in which its last line is searched.
 MAX_TAIL_CHARS = 2000
 
 _KIND = re.compile(r"(?:[^\W\d]\w*\.)*([^\W\d]\w*): ?")
@@ -33,10 +33,10 @@ _REMEDIES = {"client": Remedy.CLIENT, "server": Remedy.SERVER, "cancelled": Reme
 
 @dataclass(frozen=True)
 class Cause:
-    """What a job failed with.
+    """Why a job failed.
 
-    kind: the error's class, "" if there is none. folded: its message without ids and numbers. message: the message
-    itself, which differs from job to job.
+    kind: the class of the error; "" if the error names none. folded: the message without ids and numbers, so that it is
+    the same for similar jobs. message: the message itself.
     """
 
     kind: str
@@ -46,9 +46,9 @@ class Cause:
 
     @cached_property
     def key(self) -> str:
-        """Return a short text that stands for the cause in addresses."""
-        whole = "\n".join((self.kind, self.folded, self.remedy.name))
-        return blake2b(whole.encode(errors="backslashreplace"), digest_size=8).hexdigest()
+        """Return a short text that identifies the cause in addresses."""
+        text = f"{self.kind}\n{self.folded}\n{self.remedy.name}"
+        return blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 
 #: The cause of jobs that a cancel has stopped.
@@ -56,32 +56,37 @@ STOPPED = Cause("", "stopped by a cancel", Remedy.CANCELLED)
 
 
 def cause_of(error: str, *, is_stopped: bool = False) -> Cause:
-    """Return what a job failed with. error: the text that it left; "" for none."""
+    """Return why a job failed. error: the job's error; "" for none. is_stopped: whether a cancel stopped the job."""
     remedy = _REMEDIES.get(fault_of(error), Remedy.UNKNOWN)
     if is_stopped or remedy is Remedy.CANCELLED:
         return STOPPED
     line = error_line(error[-MAX_TAIL_CHARS:])[:MAX_FOLDED_CHARS]
+    kind = ""
+    message = line
     match = _KIND.match(line)
-    kind = match[1] if match else ""
-    message = line[match.end() :] if match else line
+    if match is not None:
+        kind = match[1]
+        message = line[match.end() :]
     return Cause(kind, fold(message), remedy, message)
 
 
 def fold(message: str) -> str:
-    """Return a message without what differs from job to job: ids become "…", and numbers become "#"."""
-    return _NUMBER.sub("#", _ID.sub("…", message))
+    """Replace the ids in a message by "…" and the numbers by "#", so that similar messages become the same."""
+    without_ids = _ID.sub("…", message)
+    return _NUMBER.sub("#", without_ids)
 
 
-#: A failed job: its queue and its id.
+#: A failed job: (queue, job id).
 Job = tuple[str, str]
 
 
 @dataclass
 class Group:
-    """Failed jobs of one queue with one cause.
+    """The failed jobs of one queue that have one cause.
 
-    jobs: when each ended, in Unix seconds, by its id; None if that is unknown. message: that of the newest job, with
-    its numbers; the folded one if that job is gone. message_job: that job, "" if it is gone.
+    jobs: by id, when the job ended, in Unix seconds; None if that is not known.
+    message: the message of the newest job, with its numbers. message_job: the id of the newest job.
+    Once the newest job is gone, `message` is the folded message and `message_job` is "".
     """
 
     queue: str
@@ -92,7 +97,7 @@ class Group:
     _newest_first: list[tuple[float, Job]] | None = None
 
     def add(self, job_id: str, ended_at: float | None, message: str) -> None:
-        """Add a job. message: what it failed with."""
+        """Add a job. message: that of the job's error."""
         newest_at = self.jobs.get(self.message_job) or 0.0
         if not self.message_job or (ended_at or 0.0) > newest_at:
             self.message = message
@@ -101,7 +106,7 @@ class Group:
         self._newest_first = None
 
     def remove(self, job_id: str) -> None:
-        """Take a job away."""
+        """Remove a job."""
         del self.jobs[job_id]
         if job_id == self.message_job:
             self.message = self.cause.folded
@@ -109,12 +114,15 @@ class Group:
         self._newest_first = None
 
     def newest_first(self) -> list[tuple[float, Job]]:
-        """Return the jobs, those that ended last first, each behind its time. The time is 0 if it is unknown."""
+        """Return (time, job) for each job, the latest time first.
+
+        The time is when the job ended, in Unix seconds; 0 if that is not known.
+        """
         if self._newest_first is None:
-            jobs = [
-                (ended_at or 0.0, (self.queue, job_id)) for job_id, ended_at in self.jobs.items()
-            ]
-            # They were read in about this order, so there is little to sort.
-            jobs.sort(key=lambda entry: -entry[0])
-            self._newest_first = jobs
+            timed_jobs = []
+            for job_id, ended_at in self.jobs.items():
+                timed_jobs.append((ended_at or 0.0, (self.queue, job_id)))
+            # The jobs were added in about this order, so there is little to sort.
+            timed_jobs.sort(key=lambda timed_job: -timed_job[0])
+            self._newest_first = timed_jobs
         return self._newest_first

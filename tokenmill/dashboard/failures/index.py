@@ -1,4 +1,4 @@
-"""Remembers what each failed job failed with, so that a page need not read a hundred thousand errors."""
+"""Remembers why each failed job failed, so that a page need not read a hundred thousand errors."""
 
 import heapq
 import threading
@@ -15,21 +15,22 @@ from jobs.common import rq_jobs, stored
 from jobs.common.rq_jobs import JobStatus
 from tokenmill.dashboard.failures.groups import Cause, Group, Job, Remedy, cause_of
 
-#: Jobs that are read in one round trip.
+#: The most jobs that are read in one round trip.
 CHUNK = 100
-#: Seconds for which a thread reads on behind a page. A page asks for itself again every two seconds.
+#: The seconds for which a thread reads on after a page was answered. An open page updates itself every two seconds.
 READ_ON_S = 3.0
-#: The most failed jobs that are remembered; of more, the newest of each queue.
+#: The most failed jobs that are remembered. If there are more, the newest jobs of each queue are remembered.
 MAX_JOBS = 200_000
-#: After a sweep, nothing is read for this many times the seconds that it took.
+#: The rest after a sweep, as a multiple of the time that the sweep took.
 REST = 4.0
 
 
 @dataclass(frozen=True)
 class GroupSeen:
-    """A group as a page shows it.
+    """The failed jobs of all queues that have one cause, as a page shows them.
 
-    first_at, last_at: when its jobs ended, in Unix seconds. sample: its newest job. message: what that job failed with.
+    first_at, last_at: when the earliest and the latest job ended, in Unix seconds; None if that is not known.
+    sample: the newest job. message: the message of its error.
     """
 
     cause: Cause
@@ -43,68 +44,73 @@ class GroupSeen:
 class FailureIndex:
     """Groups the failed jobs of all queues by their cause. Safe to call from many threads.
 
-    It walks through the queues' registries, chunk by chunk, as far as it is given time for, and reads only jobs that it
-    does not know. A sweep that has come to the end also finds out which jobs are gone.
+    A sweep goes through the failed jobs of all queues, chunk by chunk, and reads only jobs that are not known yet. At
+    its end, it forgets jobs that are gone. How far a sweep gets at a time depends on the callers.
+
+    is_whole: whether a sweep has come to its end. clock: monotonic seconds.
     """
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
         self._clock = clock
         self._lock = threading.Lock()
+        #: By job: its score among the failed jobs, and the key of its cause.
         self._known: dict[Job, tuple[float, str]] = {}
-        self._groups: dict[Job, Group] = {}
+        #: By queue and key of the cause.
+        self._groups: dict[tuple[str, str], Group] = {}
         self._sweep: Iterator[None] | None = None
         self._sweep_s = 0.0
-        self._rests_until = float("-inf")
+        self._rest_ends_at = float("-inf")
         self._reader = threading.Thread()
         self._is_closed = threading.Event()
         self.is_whole = False
 
     @property
     def num_jobs(self) -> int:
-        """Return how many jobs have been read so far."""
+        """Return how many jobs are known."""
         return len(self._known)
 
     def advance(self, queues: Sequence[str], seconds: float) -> None:
-        """Read on for some time. If there is more, a thread reads on for as long as pages are asked for.
+        """Read for some seconds. If there is more to read, start a thread that reads on for READ_ON_S.
 
-        queues: those with failed jobs. Raises RedisError.
+        queues: the queues that have failed jobs. Raises RedisError.
         """
-        until = self._clock() + seconds
-        is_more = True
-        while is_more and self._clock() < until:
-            is_more = self._step(queues)
-        self._name_groups()
-        if is_more and not self._reader.is_alive():
+        end = self._clock() + seconds
+        has_more = True
+        while has_more and self._clock() < end:
+            has_more = self._step(queues)
+        self._read_messages()
+        if has_more and not self._reader.is_alive():
             self._reader = threading.Thread(
                 target=self._read_on, args=(list(queues),), name="tokenmill-failures", daemon=True
             )
             self._reader.start()
 
-    def _name_groups(self) -> None:
-        """Read the newest job of each group again whose message went with the job that was newest before."""
-        unnamed: dict[str, list[str]] = {}  # jobs by queue
+    def _read_messages(self) -> None:
+        """Give a message to the groups whose newest job is gone: read again the job that is the newest now."""
+        to_read: dict[str, list[str]] = {}  # job ids by queue
         with self._lock:
-            nameless = [group for group in self._groups.values() if not group.message_job]
-            for group in nameless[:CHUNK]:
+            groups = [group for group in self._groups.values() if not group.message_job]
+            for group in groups[:CHUNK]:
                 _, (queue, job_id) = group.newest_first()[0]
-                unnamed.setdefault(queue, []).append(job_id)
+                to_read.setdefault(queue, []).append(job_id)
+                # With a wrong score, the job counts as changed, so it is read again.
                 _, key = self._known[queue, job_id]
-                self._known[queue, job_id] = (float("-inf"), key)  # so it counts as changed
-        for queue, job_ids in unnamed.items():
-            self.look_at(queue, job_ids)
+                self._known[queue, job_id] = (float("-inf"), key)
+        for queue, job_ids in to_read.items():
+            self.read_jobs(queue, job_ids)
 
     def _read_on(self, queues: Sequence[str]) -> None:
-        """Read until the next page is asked for, with rests as long as the reading. Others need the processor too."""
-        until = self._clock() + READ_ON_S
-        is_more = True
-        while is_more and self._clock() < until:
-            began = self._clock()
+        """Read for READ_ON_S. After each chunk, rest as long as it took, because pages need the processor too."""
+        end = self._clock() + READ_ON_S
+        has_more = True
+        while has_more and self._clock() < end:
+            began_at = self._clock()
             try:
-                is_more = self._step(queues)
+                has_more = self._step(queues)
             except RedisError:
-                break  # the next page says it
-            if self._is_closed.wait(self._clock() - began):
+                break  # the next page reports it
+            if self._is_closed.wait(self._clock() - began_at):
                 break
 
     def close(self) -> None:
@@ -113,20 +119,23 @@ class FailureIndex:
         if self._reader.is_alive():
             self._reader.join()
 
-    def finish(self, queues: Sequence[str], tell: Callable[[int], None]) -> None:
-        """Read until each job is known. tell: is told how many are known so far. Raises RedisError."""
-        self._rests_until = float("-inf")
+    def finish(self, queues: Sequence[str], report: Callable[[int], None]) -> None:
+        """Read until all failed jobs of these queues are known. Raises RedisError.
+
+        report: called after each chunk with the number of known jobs.
+        """
+        self._rest_ends_at = float("-inf")
         while self._step(queues):
-            tell(self.num_jobs)
+            report(self.num_jobs)
 
     def _step(self, queues: Sequence[str]) -> bool:
-        """Read one chunk. Returns False at the end of a sweep, and while it rests."""
+        """Read one chunk. Return whether there is more to read: False at the end of a sweep, and during a rest."""
         with self._lock:
-            began = self._clock()
+            began_at = self._clock()
             if self._sweep is None:
-                if began < self._rests_until:
+                if began_at < self._rest_ends_at:
                     return False
-                self._sweep = self._walk(list(queues))
+                self._sweep = self._sweep_chunks(list(queues))
                 self._sweep_s = 0.0
             sweep = self._sweep
             try:
@@ -137,73 +146,79 @@ class FailureIndex:
             except BaseException:
                 self._sweep = None
                 raise
-            ended = self._clock()
-            self._sweep_s += ended - began
+            ended_at = self._clock()
+            self._sweep_s += ended_at - began_at
             if self._sweep is None:
-                self._rests_until = ended + REST * self._sweep_s
+                self._rest_ends_at = ended_at + REST * self._sweep_s
         return self._sweep is not None
 
-    def _walk(self, queues: Sequence[str]) -> Iterator[None]:
-        """Look at each failed job once, the newest of each queue first. Stops after each chunk."""
-        most = MAX_JOBS // max(1, len(queues))
+    def _sweep_chunks(self, queues: Sequence[str]) -> Iterator[None]:
+        """Go once through the failed jobs, the newest of each queue first, and yield after each chunk."""
+        most_per_queue = MAX_JOBS // max(1, len(queues))
         present: set[Job] = set()
         for queue in queues:
-            failed = rq_jobs.QueueKeys(queue).failed
-            for rank in range(0, most, CHUNK):
-                entries: Any = self._connection.zrevrange(
-                    failed, rank, rank + CHUNK - 1, withscores=True
+            failed_key = rq_jobs.QueueKeys(queue).failed
+            for first in range(0, most_per_queue, CHUNK):
+                scored: Any = self._connection.zrevrange(
+                    failed_key, first, first + CHUNK - 1, withscores=True
                 )
-                if not entries:
+                if not scored:
                     break
-                self._see(queue, [(stored.text(entry), score) for entry, score in entries], present)
+                entries = [(stored.text(raw_id), score) for raw_id, score in scored]
+                present.update((queue, job_id) for job_id, _ in entries)
+                self._read_changed(queue, entries)
                 yield
 
+        # Each of these is looked up before it is forgotten. If another job failed or left during the sweep, the ranks
+        # have moved, and the sweep may have missed a job that is still there.
         absent = [job for job in self._known if job not in present]
         for start in range(0, len(absent), CHUNK):
-            # A job that ended amid the sweep has moved the others, so that it may have passed over one.
-            self._drop_gone(absent[start : start + CHUNK])
+            self._remove_gone(absent[start : start + CHUNK])
             yield
 
-    def _see(self, queue: str, entries: Sequence[tuple[str, float]], present: set[Job]) -> None:
-        unknown = []
+    def _read_changed(self, queue: str, entries: Sequence[tuple[str, float]]) -> None:
+        """Read the jobs that are not known or have failed anew. entries: (job id, score) of failed jobs of a queue."""
+        changed = []
         for job_id, score in entries:
-            job = (queue, job_id)
-            present.add(job)
-            known = self._known.get(job)
-            if known is None or known[0] != score:
-                unknown.append((job_id, score))
+            known_score, _ = self._known.get((queue, job_id), (None, ""))
+            if known_score != score:
+                changed.append((job_id, score))
         with self._connection.pipeline(transaction=False) as pipe:
-            for job_id, _ in unknown:
+            for job_id, _ in changed:
                 pipe.hmget(rq_jobs.job_key(job_id), "ended_at", "status")
                 pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-            # Anybody may have put another kind of value there.
+            # A key may hold a value of another type, which a producer has written.
             replies = iter(pipe.execute(raise_on_error=False))
-        for job_id, score in unknown:
+        for job_id, score in changed:
             fields = next(replies)
             results = next(replies)
             ended_at, status = fields if isinstance(fields, list) else (None, None)
-            error = (
-                rq_jobs.error_text(results[0][1]) if isinstance(results, list) and results else ""
-            )
+            error = ""
+            if isinstance(results, list) and results:
+                _, result = results[0]
+                error = rq_jobs.error_text(result)
             is_stopped = rq_jobs.job_status(status) is JobStatus.STOPPED
             self._add(queue, job_id, score, cause_of(error, is_stopped=is_stopped), ended_at)
 
     def _add(self, queue: str, job_id: str, score: float, cause: Cause, ended_at: Any) -> None:
+        """Add a job to its group, or move it there from another group."""
         self._remove(queue, job_id)
         group = self._groups.setdefault((queue, cause.key), Group(queue, cause))
         group.add(job_id, stored.moment(ended_at), cause.message)
         self._known[queue, job_id] = (score, cause.key)
 
     def _remove(self, queue: str, job_id: str) -> None:
-        known = self._known.pop((queue, job_id), None)
-        if known is None:
+        """Forget a job, and its group if the job was the last one there."""
+        if (queue, job_id) not in self._known:
             return
-        group = self._groups[queue, known[1]]
+        _, key = self._known.pop((queue, job_id))
+        group = self._groups[queue, key]
         group.remove(job_id)
         if not group.jobs:
-            del self._groups[queue, known[1]]
+            del self._groups[queue, key]
 
-    def _drop_gone(self, jobs: Sequence[Job]) -> None:
+    def _remove_gone(self, jobs: Sequence[Job]) -> None:
+        """Forget those of these jobs that are not among the failed jobs of their queue."""
         with self._connection.pipeline(transaction=False) as pipe:
             for queue, job_id in jobs:
                 pipe.zscore(rq_jobs.QueueKeys(queue).failed, job_id)
@@ -212,8 +227,8 @@ class FailureIndex:
             if not isinstance(score, float):
                 self._remove(queue, job_id)
 
-    def look_at(self, queue: str, job_ids: Sequence[str]) -> None:
-        """Read some jobs of a queue at once, if they are among its failed ones. Raises RedisError."""
+    def read_jobs(self, queue: str, job_ids: Sequence[str]) -> None:
+        """Read those of these jobs that are among the failed jobs of a queue. Raises RedisError."""
         with self._connection.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.zscore(rq_jobs.QueueKeys(queue).failed, job_id)
@@ -223,10 +238,10 @@ class FailureIndex:
             if isinstance(score, float):
                 entries.append((job_id, score))
         with self._lock:
-            self._see(queue, entries, set())
+            self._read_changed(queue, entries)
 
     def forget(self, queue: str, job_ids: Sequence[str]) -> None:
-        """Forget jobs that are failed no more."""
+        """Forget jobs that no longer count as failed."""
         with self._lock:
             for job_id in job_ids:
                 self._remove(queue, job_id)
@@ -234,66 +249,81 @@ class FailureIndex:
     def groups(self, queue: str = "", text: str = "") -> list[GroupSeen]:
         """Return the groups, those with most jobs first.
 
-        queue: only jobs of this queue; all by default. text: only groups whose error has it, in any case of letters.
+        queue: count only jobs of this queue; "" for all queues. text: return only groups whose error contains this
+        text, in upper or lower case.
         """
         with self._lock:
-            by_cause: dict[str, list[Group]] = {}
+            groups_by_cause: dict[str, list[Group]] = {}
             for group in self._groups.values():
-                messages = f"{group.cause.folded}\n{group.cause.kind}: {group.message}"
-                words = f"{group.cause.kind}: {messages}"
-                if queue in ("", group.queue) and text.lower() in words.lower():
-                    by_cause.setdefault(group.cause.key, []).append(group)
-            shown = [_seen(groups) for groups in by_cause.values()]
-        shown.sort(key=lambda seen: (-seen.num_jobs, -(seen.last_at or 0.0)))
-        return shown
+                if queue in ("", group.queue) and _contains(group, text):
+                    groups_by_cause.setdefault(group.cause.key, []).append(group)
+            merged = [_merged(groups) for groups in groups_by_cause.values()]
+        merged.sort(key=lambda group: (-group.num_jobs, -(group.last_at or 0.0)))
+        return merged
 
     def newest(
         self, first: int, most: int, queue: str, keys: Collection[str] | None
     ) -> list[tuple[float, Job]]:
-        """Return at most `most` jobs behind the first ones, those that ended last first.
+        """Return (time, job) for at most `most` jobs, the latest time first, from number `first` on.
 
-        Each job stands behind the time at which it ended, in Unix seconds. The time is 0 if it is unknown.
-        queue: only jobs of this queue, unless it is "". keys: only jobs of these groups; of all if it is None.
+        The time is when the job ended, in Unix seconds; 0 if that is not known.
+        queue: only jobs of this queue; "" for all queues. keys: only jobs of the causes with these keys; None for all.
         """
+        lists = []
         with self._lock:
-            chosen = [
-                group.newest_first()
-                for (name, key), group in self._groups.items()
-                if queue in ("", name) and (keys is None or key in keys)
-            ]
-        merged = heapq.merge(*chosen, key=lambda entry: -entry[0])
+            for (group_queue, key), group in self._groups.items():
+                if queue in ("", group_queue) and (keys is None or key in keys):
+                    lists.append(group.newest_first())
+        merged = heapq.merge(*lists, key=lambda timed_job: -timed_job[0])
         return list(islice(merged, first, first + most))
 
-    def jobs_of(self, queue: str = "", group: str = "") -> list[Job]:
-        """Return all jobs of a group, or of all groups, as pairs of queue and id, the oldest first."""
+    def jobs_of(self, queue: str = "", key: str = "") -> list[Job]:
+        """Return the known jobs as (queue, job id), the oldest first.
+
+        queue: only jobs of this queue; "" for all queues. key: only jobs of the cause with this key; "" for all.
+        """
+        scored_jobs = []
         with self._lock:
-            jobs = [
-                (score, job)
-                for job, (score, key) in self._known.items()
-                if group in ("", key) and queue in ("", job[0])
-            ]
-        return [job for _, job in sorted(jobs)]
+            for job, (score, job_key) in self._known.items():
+                if queue in ("", job[0]) and key in ("", job_key):
+                    scored_jobs.append((score, job))
+        scored_jobs.sort()
+        return [job for _, job in scored_jobs]
 
     def remedy(self, queue: str, job_id: str) -> Remedy:
-        """Return whether trying a job again can help."""
+        """Return whether trying a job again can help. A job that is not known has Remedy.UNKNOWN."""
         with self._lock:
-            known = self._known.get((queue, job_id))
-            return Remedy.UNKNOWN if known is None else self._groups[queue, known[1]].cause.remedy
+            if (queue, job_id) not in self._known:
+                return Remedy.UNKNOWN
+            _, key = self._known[queue, job_id]
+            return self._groups[queue, key].cause.remedy
 
 
-def _seen(groups: Sequence[Group]) -> GroupSeen:
-    """Return the groups of several queues with one cause as one."""
+def _contains(group: Group, text: str) -> bool:
+    """Whether the error of a group contains a text, in upper or lower case, with or without its ids and numbers."""
+    kind = group.cause.kind
+    errors = f"{kind}: {group.cause.folded}\n{kind}: {group.message}"
+    return text.lower() in errors.lower()
+
+
+def _merged(groups: Sequence[Group]) -> GroupSeen:
+    """Return the groups of several queues that have one cause as one group."""
     newest_group = max(groups, key=lambda group: group.newest_first()[0][0])
     newest_at, sample = newest_group.newest_first()[0]
-    oldest = [
-        next((at for at, _ in reversed(group.newest_first()) if at), None) for group in groups
-    ]
-    oldest_at = min((at for at in oldest if at is not None), default=None)
+    first_ends = [_first_end(group) for group in groups]
     return GroupSeen(
-        groups[0].cause,
-        sum(len(group.jobs) for group in groups),
-        oldest_at,
-        newest_at or None,
-        sample,
-        newest_group.message,
+        cause=groups[0].cause,
+        num_jobs=sum(len(group.jobs) for group in groups),
+        first_at=min((at for at in first_ends if at is not None), default=None),
+        last_at=newest_at or None,
+        sample=sample,
+        message=newest_group.message,
     )
+
+
+def _first_end(group: Group) -> float | None:
+    """Return when the first job of a group ended, in Unix seconds; None if no such time is known."""
+    for ended_at, _ in reversed(group.newest_first()):
+        if ended_at:
+            return ended_at
+    return None

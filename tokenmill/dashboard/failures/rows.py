@@ -1,4 +1,4 @@
-"""Reads the rows of the page of failed jobs, each of them once."""
+"""Reads the rows of the page of failed jobs, and remembers them."""
 
 import threading
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from redis import Redis
 from tokenmill.dashboard.failures.groups import Job
 from tokenmill.dashboard.seen.jobs_seen import FailedJob, read_failed
 
-#: The most rows that are remembered. The ones that were read first are forgotten first.
+#: The most rows that are remembered. The rows that were read first are forgotten first.
 MAX_ROWS = 10_000
 
 
 class FailedRows:
-    """Failed jobs as a page shows them. Safe to call from many threads.
+    """The rows of the page of failed jobs. Safe to call from many threads.
 
-    A page asks for itself again every two seconds. A failed job does not change until it is tried again, and then it
-    ends at another time. So a row is read again only if its job ended at another time.
+    A failed job does not change until it is tried again, and then it ends at another time. So a row is read again only
+    if the time is another one, although an open page requests its rows every two seconds.
     """
 
     def __init__(self, connection: Redis) -> None:
@@ -25,18 +25,17 @@ class FailedRows:
         self._rows: dict[tuple[float, Job], FailedJob] = {}
 
     def read(self, jobs: Sequence[tuple[float, Job]]) -> list[FailedJob]:
-        """Return a row for each job, in the same order.
+        """Return a row for each job, in the same order. Raises RedisError.
 
-        jobs: each behind the time at which it ended, in Unix seconds. Raises RedisError.
+        jobs: (time, job), where the time is when the job ended, in Unix seconds.
         """
         with self._lock:
-            unread = [entry for entry in jobs if entry not in self._rows]
-            rows_read = read_failed(
-                self._connection, [(job_id, queue) for _, (queue, job_id) in unread]
-            )
-            self._rows.update(zip(unread, rows_read, strict=True))
-            rows = [self._rows[entry] for entry in jobs]
+            unread = [timed_job for timed_job in jobs if timed_job not in self._rows]
+            entries = [(job_id, queue) for _, (queue, job_id) in unread]
+            new_rows = read_failed(self._connection, entries)
+            self._rows.update(zip(unread, new_rows, strict=True))
+            rows = [self._rows[timed_job] for timed_job in jobs]
             num_too_many = max(0, len(self._rows) - MAX_ROWS)
-            for entry in list(self._rows)[:num_too_many]:
-                del self._rows[entry]
+            for timed_job in list(self._rows)[:num_too_many]:
+                del self._rows[timed_job]
         return rows

@@ -1,1 +1,1 @@
-"""What the charts show: it stands in Redis for a week, in a fixed size, and outlives workers and dashboards."""
+"""The history that charts show. Redis keeps it for a week in a fixed size, so it outlives workers and dashboards."""

@@ -1,4 +1,4 @@
-"""What a page's charts show, as JSON."""
+"""Reads the charts of a page, as an object for JSON."""
 
 import threading
 import time
@@ -23,84 +23,96 @@ from tokenmill.dashboard.history.rings import (
     Values,
 )
 
-#: Ranges by their word in addresses: the ring, and how many of its rows.
+#: By the range's name in addresses: the index of the ring to read, and how many of its rows.
 RANGES = {"15m": (0, 90), "1h": (0, 360), "24h": (1, 1440), "7d": (2, 1008)}
 
-#: Series with a line of their own, those with the highest values; the others are one line together.
+#: The most series that have a line of their own. All other series are summed in one more line.
 MAX_LINES = 6
 
-#: Charts that are kept for whoever asks next, and for how many seconds.
-MAX_KEPT = 64
-KEPT_S = 5.0
+#: The most charts that are cached, and for how many seconds.
+MAX_CACHED = 64
+CACHED_S = 5.0
 
-#: Seconds within which a row is written.
+#: The most seconds that the writing of a row takes.
 LATE_S = 2.0
 
 Line = dict[str, Any]
 
 
 class Charts:
-    """Reads charts. For any thread. clock: Unix seconds."""
+    """Reads charts. Safe to call from many threads. clock: Unix seconds."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self._connection = connection
         self._rings = Rings(connection)
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, str, str], tuple[float, dict[str, Any]]] = {}
+        #: By page, name and range: when the charts expire, and the charts.
+        self._cache: dict[tuple[str, str, str], tuple[float, dict[str, Any]]] = {}
 
     def read(self, of: str, name: str, range_: str) -> dict[str, Any] | None:
-        """Return the charts of a page; None if there are none of that kind. Raises RedisError.
+        """Return the charts of a page; None for an unknown kind of page or an unknown range. Raises RedisError.
 
-        of: "overview", "queue", "worker" or "run". name: that of the queue, worker or run.
-        The answer has `times` in Unix seconds, `width_s` between two of them, `charts`: lists of lines by the chart's
-        name, and `marks` of workers. `is_now`: whether the latest values are those of now.
+        of: the kind of page: "overview", "queue", "worker" or "run". name: the name of the queue, worker or run.
+        The result has `times` in Unix seconds, `width_s` (the seconds between two times), `charts` (lists of lines, by
+        the chart's name), `marks` of workers, and `is_now` (whether the latest values are current).
         """
         if of not in _PAGES or range_ not in RANGES:
             return None
-        asked = (of, name, range_)
+        cache_key = (of, name, range_)
         now = self._clock()
         with self._lock:
-            until, charts = self._kept.get(asked, (0.0, {}))
-            if now < until:
-                return charts
+            expires_at, charts = self._cache.get(cache_key, (0.0, {}))
+        if now < expires_at:
+            return charts
+
         charts = self._read(of, name, range_, now)
         with self._lock:
-            if len(self._kept) >= MAX_KEPT:
-                self._kept.clear()
-            self._kept[asked] = (now + KEPT_S, charts)
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            self._cache[cache_key] = (now + CACHED_S, charts)
         return charts
 
     def _read(self, of: str, name: str, range_: str, now: float) -> dict[str, Any]:
-        ring, count = RANGES[range_]
+        """Return what `read` returns, from Redis."""
+        ring, num_rows = RANGES[range_]
         width_s = RINGS[ring].width_s
-        # A row of ten seconds is written when it begins, a wider one when it has ended.
-        last = int((now - LATE_S) // width_s) - (1 if ring else 0)
-        numbers = range(last - count + 1, last + 1)
+        last = int((now - LATE_S) // width_s)
+        if ring > 0:
+            # A row of the first ring is written when its ten seconds begin, a wider row after its time has ended.
+            last -= 1
+        numbers = range(last - num_rows + 1, last + 1)
         since = numbers[0] * width_s
-        kinds = _PAGES[of]
-        told = {}
-        for kind in kinds:
-            names = [name] if of != "overview" else list(self._rings.names(kind, since))
-            told[kind] = self._rings.read(kind, ring, names, numbers[0], last)
+
+        rows_by_kind = {}
+        for kind in _PAGES[of]:
+            names = list(self._rings.names(kind, since)) if of == "overview" else [name]
+            rows_by_kind[kind] = self._rings.read(kind, ring, names, numbers[0], last)
+
         marks = read_marks(self._connection, since)
+        is_now = True
         if of == "worker":
             marks = [mark for mark in marks if mark.worker == safe_name(name)]
+            is_now = self._is_reporting(name)
         return {
-            "is_now": of != "worker" or self._tells(name),
+            "is_now": is_now,
             "width_s": width_s,
             "times": [number * width_s for number in numbers],
-            "charts": _CHARTS[of](told, numbers, name),
+            "charts": _CHARTS[of](rows_by_kind, numbers, name),
             "marks": [asdict(mark) for mark in marks],
         }
 
-    def _tells(self, worker: str) -> bool:
-        """Whether a worker tells of itself now."""
-        found = read_workers(self._connection, [worker]) if is_unicode(worker) else []
-        return any(each.sample is not None and not each.is_silent for each in found)
+    def _is_reporting(self, name: str) -> bool:
+        """Whether a worker of this name has reported its state lately."""
+        if not is_unicode(name):
+            return False
+        for worker in read_workers(self._connection, [name]):
+            if worker.sample is not None and not worker.sample.is_silent:
+                return True
+        return False
 
 
-#: What is read for each page.
+#: By the kind of page: the kinds of series that its charts need.
 _PAGES: dict[str, tuple[Kind, ...]] = {
     "overview": (QUEUE, WORKER, FLEET),
     "queue": (QUEUE,),
@@ -108,46 +120,54 @@ _PAGES: dict[str, tuple[Kind, ...]] = {
     "run": (RUN,),
 }
 
-#: The rows of a page's series by kind, name and number.
-Told = Mapping[Kind, Mapping[str, Mapping[int, Values]]]
+#: Rows of series by the row's number, by the series' name, and by kind.
+RowsByNumber = Mapping[int, Values]
+RowsByName = Mapping[str, RowsByNumber]
+RowsByKind = Mapping[Kind, RowsByName]
 
 
-def _overview(told: Told, numbers: range, name: str) -> dict[str, list[Line]]:
+def _overview(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+    """Return the charts of the overview."""
+    fleet_rows = rows_by_kind[FLEET].get(ALL, {})
     return {
-        "waiting": _largest(QUEUE, "waiting", told[QUEUE], numbers, "other queues"),
-        "workers": _largest(WORKER, "generated", told[WORKER], numbers, "other workers"),
-        "tokens": _token_lines(FLEET, told[FLEET].get(ALL, {}), numbers),
+        "waiting": _top_lines(QUEUE, "waiting", rows_by_kind[QUEUE], numbers, "other queues"),
+        "workers": _top_lines(WORKER, "generated", rows_by_kind[WORKER], numbers, "other workers"),
+        "tokens": _lines(FLEET, FLEET.columns, fleet_rows, numbers),
     }
 
 
-def _queue(told: Told, numbers: range, name: str) -> dict[str, list[Line]]:
-    rows = told[QUEUE][name]
-    waiting, oldest_s, ended, badly, waited_s, ran_s = (
-        _column(QUEUE, column, rows, numbers) for column in QUEUE.columns
-    )
+def _queue(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+    """Return the charts of a queue's page."""
+    rows = rows_by_kind[QUEUE][name]
+    values = {column: _column(QUEUE, column, rows, numbers) for column in QUEUE.columns}
+    ended = values["ended"]
+    failed = values["failed"]
     return {
-        "waiting": [_line("waiting", waiting)],
-        "oldest": [_line("oldest", oldest_s)],
-        "ended": [_line("finished", _minus(ended, badly)), _line("failed", badly)],
-        "latency": [_line("waited", _over(waited_s, ended)), _line("ran", _over(ran_s, ended))],
-    }
-
-
-def _worker(told: Told, numbers: range, name: str) -> dict[str, list[Line]]:
-    return {"tokens": _token_lines(WORKER, told[WORKER][name], numbers)}
-
-
-def _run(told: Told, numbers: range, name: str) -> dict[str, list[Line]]:
-    rows = told[RUN][name]
-    return {
-        "rows": [
-            _line(column, _column(RUN, column, rows, numbers)) for column in ("rows", "errors")
+        "waiting": [_line("waiting", values["waiting"])],
+        "oldest": [_line("oldest", values["oldest_s"])],
+        "ended": [_line("finished", _differences(ended, failed)), _line("failed", failed)],
+        "latency": [
+            _line("waited", _quotients(values["waited_s"], ended)),
+            _line("ran", _quotients(values["ran_s"], ended)),
         ],
-        "tokens": [_line("tokens", _column(RUN, "tokens", rows, numbers))],
     }
 
 
-_CHARTS: dict[str, Callable[[Told, range, str], dict[str, list[Line]]]] = {
+def _worker(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+    """Return the charts of a worker's page."""
+    return {"tokens": _lines(WORKER, WORKER.columns, rows_by_kind[WORKER][name], numbers)}
+
+
+def _run(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+    """Return the charts of a run's page."""
+    rows = rows_by_kind[RUN][name]
+    return {
+        "rows": _lines(RUN, ("rows", "errors"), rows, numbers),
+        "tokens": _lines(RUN, ("tokens",), rows, numbers),
+    }
+
+
+_CHARTS: dict[str, Callable[[RowsByKind, range, str], dict[str, list[Line]]]] = {
     "overview": _overview,
     "queue": _queue,
     "worker": _worker,
@@ -155,52 +175,77 @@ _CHARTS: dict[str, Callable[[Told, range, str], dict[str, list[Line]]]] = {
 }
 
 
-def _token_lines(kind: Kind, rows: Mapping[int, Values], numbers: range) -> list[Line]:
-    return [_line(column, _column(kind, column, rows, numbers)) for column in kind.columns]
+def _lines(kind: Kind, columns: Iterable[str], rows: RowsByNumber, numbers: range) -> list[Line]:
+    """Return a line for each of these columns of a series."""
+    return [_line(column, _column(kind, column, rows, numbers)) for column in columns]
 
 
 def _column(
-    kind: Kind, column: str, rows: Mapping[int, Values], numbers: Iterable[int]
+    kind: Kind, column: str, rows: RowsByNumber, numbers: Iterable[int]
 ) -> list[float | None]:
-    place = kind.columns.index(column)
-    return [rows[number][place] if number in rows else None for number in numbers]
+    """Return one column's values in the rows with these numbers; None where there is no row."""
+    index = kind.columns.index(column)
+    return [rows[number][index] if number in rows else None for number in numbers]
 
 
-def _largest(
-    kind: Kind, column: str, told: Mapping[str, Mapping[int, Values]], numbers: range, others: str
+def _top_lines(
+    kind: Kind, column: str, rows_by_name: RowsByName, numbers: range, others: str
 ) -> list[Line]:
-    """Return a line for each of the series with the highest values, and one for the others together."""
-    columns = {name: _column(kind, column, rows, numbers) for name, rows in told.items()}
-    highest = {name: max(filter(None, values), default=0.0) for name, values in columns.items()}
-    names = sorted(highest, key=lambda name: (-highest[name], name))
-    lines = [_line(safe_name(name), columns[name]) for name in sorted(names[:MAX_LINES])]
-    rest = [columns[name] for name in names[MAX_LINES:]]
-    if rest:
-        lines.append(
-            _line(f"{len(rest)} {others}", [_sum(each) for each in zip(*rest, strict=True)])
-        )
+    """Return a line for each of the MAX_LINES series with the highest peaks, and one line for the sum of the rest.
+
+    others: what the rest is called, such as "other queues".
+    """
+    columns = {}
+    peaks = {}
+    for name, rows in rows_by_name.items():
+        values = _column(kind, column, rows, numbers)
+        columns[name] = values
+        peaks[name] = max((value for value in values if value is not None), default=0.0)
+
+    highest_first = sorted(columns, key=lambda name: (-peaks[name], name))
+    top_names = sorted(highest_first[:MAX_LINES])
+    lines = [_line(safe_name(name), columns[name]) for name in top_names]
+
+    other_columns = [columns[name] for name in highest_first[MAX_LINES:]]
+    if other_columns:
+        sums = [_sum(values) for values in zip(*other_columns, strict=True)]
+        lines.append(_line(f"{len(other_columns)} {others}", sums))
     return lines
 
 
 def _line(name: str, values: Sequence[float | None]) -> Line:
-    """Return a line as JSON has it, with six digits of each value."""
-    return {
-        "name": name,
-        "values": [None if value is None else float(f"{value:.6g}") for value in values],
-    }
+    """Return a line as an object for JSON. Its values are rounded to six significant digits."""
+    rounded = [None if value is None else float(f"{value:.6g}") for value in values]
+    return {"name": name, "values": rounded}
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
-def _minus(values: Sequence[float | None], others: Sequence[float | None]) -> list[float | None]:
-    pairs = zip(values, others, strict=True)
-    return [None if a is None or b is None else max(0.0, a - b) for a, b in pairs]
+def _differences(
+    values: Sequence[float | None], subtracted: Sequence[float | None]
+) -> list[float | None]:
+    """Subtract pair by pair, and return no less than 0; None where either value is unknown."""
+    differences: list[float | None] = []
+    for value, less in zip(values, subtracted, strict=True):
+        if value is None or less is None:
+            differences.append(None)
+        else:
+            differences.append(max(0.0, value - less))
+    return differences
 
 
-def _over(values: Sequence[float | None], counts: Sequence[float | None]) -> list[float | None]:
-    """Return values for each of some counts; None where nothing was counted."""
-    pairs = zip(values, counts, strict=True)
-    return [value / count if value is not None and count else None for value, count in pairs]
+def _quotients(
+    values: Sequence[float | None], counts: Sequence[float | None]
+) -> list[float | None]:
+    """Divide pair by pair; None where the value is unknown, or the count is unknown or 0."""
+    quotients: list[float | None] = []
+    for value, count in zip(values, counts, strict=True):
+        if value is None or not count:
+            quotients.append(None)
+        else:
+            quotients.append(value / count)
+    return quotients

@@ -1,4 +1,4 @@
-"""Marks: when a worker came, left or died."""
+"""Marks on the charts: the moments at which a worker came, left or died."""
 
 import json
 from collections.abc import Sequence
@@ -13,13 +13,14 @@ from jobs.common.stored import json_object, seconds, text
 from jobs.common.workers import LOADING, WorkerSample, read_workers
 
 MARKS_KEY = f"{HISTORY_PREFIX}:marks"
+#: A hash of the workers that were present at the last call of `write_marks`, with the time when each of them started.
 PRESENT_KEY = f"{HISTORY_PREFIX}:present"
 
-#: The most marks that are kept, and for how long.
+#: The most marks that are kept, and for how many seconds.
 MAX_MARKS = 500
 KEPT_S = 7 * 24 * 3600
 
-#: The state that a worker writes when it ends in peace.
+#: The state that a worker writes when it has ended in order.
 STOPPED = "stopped"
 
 CAME = "came"
@@ -29,45 +30,44 @@ DIED = "died"
 
 @dataclass(frozen=True)
 class Mark:
-    """What became of a worker at a moment. what: "came", "left" or "died"."""
+    """An event in a worker's life. at: Unix seconds. what: "came", "left" or "died"."""
 
     at: float
     worker: str
     what: str
 
 
-def note(connection: Redis, samples: Sequence[WorkerSample], now: float) -> None:
-    """Keep a mark for each worker that has come or gone since the last call, by this dashboard or another one."""
+def write_marks(connection: Redis, samples: Sequence[WorkerSample], now: float) -> None:
+    """Write a mark for each worker that has come or gone since any dashboard last called this function."""
+    # By name of each worker that was present at the last call: when it started.
     stored: Any = connection.hgetall(PRESENT_KEY)
-    present = {text(name): seconds(text(at)) or 0.0 for name, at in stored.items()}
-    living = {
-        sample.name: sample.started_at
-        for sample in samples
-        if not sample.is_silent and sample.state not in (LOADING, STOPPED)
-    }
-    came = [name for name, started_at in living.items() if present.get(name) != started_at]
-    gone = [name for name in present if name not in living]
-    if not came and not gone:
+    known_starts = {text(name): seconds(text(raw)) or 0.0 for name, raw in stored.items()}
+    # The same for the workers that are present now.
+    starts = {}
+    for sample in samples:
+        if not sample.is_silent and sample.state not in (LOADING, STOPPED):
+            starts[sample.name] = sample.started_at
+
+    new_names = [name for name in starts if known_starts.get(name) != starts[name]]
+    gone_names = [name for name in known_starts if name not in starts]
+    if not new_names and not gone_names:
         return
 
     marks = []
-    for name in came:
-        # The first dashboard ever finds workers that have been there for long.
-        is_late = not present and 0 < living[name] < now
-        marks.append(Mark(living[name] if is_late else now, name, CAME))
-    last_states = {
-        worker.name: worker.sample.state
-        for worker in read_workers(connection, gone)
-        if worker.sample is not None
-    }
-    for name in gone:
-        marks.append(Mark(now, name, LEFT if last_states.get(name) == STOPPED else DIED))
+    for name in new_names:
+        came_at = now
+        # The first dashboard ever finds workers that started long before it did.
+        if not known_starts and 0 < starts[name] < now:
+            came_at = starts[name]
+        marks.append(Mark(came_at, name, CAME))
+    marks += _end_marks(connection, gone_names, now)
+
     with connection.pipeline(transaction=False) as pipe:
-        for name in stored:
-            if text(name) in gone:
-                pipe.hdel(PRESENT_KEY, name)
-        for name in came:
-            pipe.hset(PRESENT_KEY, name, repr(living[name]))
+        for raw_name in stored:
+            if text(raw_name) in gone_names:
+                pipe.hdel(PRESENT_KEY, raw_name)
+        for name in new_names:
+            pipe.hset(PRESENT_KEY, name, repr(starts[name]))
         for mark in marks:
             pipe.zadd(MARKS_KEY, {json.dumps(asdict(mark)): mark.at})
         pipe.zremrangebyscore(MARKS_KEY, "-inf", now - KEPT_S)
@@ -76,28 +76,38 @@ def note(connection: Redis, samples: Sequence[WorkerSample], now: float) -> None
         pipe.execute()
 
 
-def last_end(connection: Redis, worker: str, now: float) -> Mark | None:
-    """Return when a worker that is not registered any more left or died; None if nobody knows. Raises RedisError.
+def _end_marks(connection: Redis, names: Sequence[str], now: float) -> list[Mark]:
+    """Return a mark that a worker left or died for each of these workers, which have gone."""
+    stopped_names = set()
+    for worker in read_workers(connection, names):
+        if worker.sample is not None and worker.sample.state == STOPPED:
+            stopped_names.add(worker.name)
+    return [Mark(now, name, LEFT if name in stopped_names else DIED) for name in names]
 
-    A dashboard marks it some seconds later. Until then the worker's own last word tells it.
+
+def last_end(connection: Redis, name: str, now: float) -> Mark | None:
+    """Return the mark of a worker's last end; None if Redis has no trace of it. Raises RedisError.
+
+    name: of a worker that is not registered any more.
     """
-    for found in read_workers(connection, [worker] if is_unicode(worker) else []):
-        if found.sample is not None and found.sample.state == STOPPED:
-            return Mark(now - found.sample.silent_s, safe_name(worker), LEFT)
-    ends = [
-        mark
-        for mark in read_marks(connection, 0)
-        if mark.worker == safe_name(worker) and mark.what != CAME
-    ]
-    return ends[-1] if ends else None
+    # A dashboard writes the mark some seconds after the end. Until then, the worker's last sample shows it.
+    for worker in read_workers(connection, [name] if is_unicode(name) else []):
+        if worker.sample is not None and worker.sample.state == STOPPED:
+            return Mark(now - worker.sample.silent_s, safe_name(name), LEFT)
+
+    last = None
+    for mark in read_marks(connection, 0):
+        if mark.worker == safe_name(name) and mark.what != CAME:
+            last = mark
+    return last
 
 
 def read_marks(connection: Redis, since: float) -> list[Mark]:
-    """Return the marks since a moment, the earliest first."""
+    """Return the marks since a moment, the earliest first. since: Unix seconds."""
     marks = []
-    found: Any = connection.zrangebyscore(MARKS_KEY, since, "+inf", start=0, num=MAX_MARKS)
-    for raw in found:
-        stored = json_object(raw)
+    entries: Any = connection.zrangebyscore(MARKS_KEY, since, "+inf", start=0, num=MAX_MARKS)
+    for entry in entries:
+        stored = json_object(entry)
         at = stored.get("at")
         worker = stored.get("worker")
         what = stored.get("what")

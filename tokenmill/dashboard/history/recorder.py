@@ -1,7 +1,8 @@
-"""Writes a row every ten seconds, whether or not anybody looks at a page.
+"""Writes a row of each series every ten seconds, whether or not anybody looks at a page.
 
-One of several dashboards does it: the one that has the turn. Workers write nothing for it, beyond what they tell of
-themselves anyway. So there are gaps where no dashboard ran, except for what workers still tell of the last hour.
+If several dashboards run, only one of them writes: the one that holds the lock. Rows are computed from the samples that
+workers report anyway. So the history has a gap where no dashboard ran, except in the last hour, whose points workers
+keep in Redis.
 """
 
 import logging
@@ -19,7 +20,7 @@ from jobs.common.keys import HISTORY_PREFIX
 from jobs.common.workers import WorkerSample
 from jobs.queues import head_ages
 from jobs.runs.watching.snapshot import RunSnapshot
-from tokenmill.dashboard.history import marks
+from tokenmill.dashboard.history.marks import write_marks
 from tokenmill.dashboard.history.rings import (
     ALL,
     FLEET,
@@ -36,37 +37,42 @@ from tokenmill.dashboard.seen.watcher import Look, Watcher
 
 logger = logging.getLogger("tokenmill.dashboard")
 
-TURN_KEY = f"{HISTORY_PREFIX}:turn"
+#: The lock: it holds the token of the dashboard that writes.
+LOCK_KEY = f"{HISTORY_PREFIX}:turn"
 
-#: How long a dashboard that is silent keeps the turn.
-TURN_S = 35
+#: The seconds for which a dashboard holds the lock without renewing it.
+LOCK_S = 35
 
-#: Seconds without a row after which what workers have told meanwhile is read.
+#: The longest gap in seconds that is not filled from the points of workers.
 MAX_PAUSE_S = 30.0
 
-#: The rows of one moment by the name of their series.
+#: The rows of one moment, by the name of their series.
 Rows = dict[str, Values]
 
 _WIDTH_S = RINGS[0].width_s
 
 
 class Recorder:
-    """Keeps the history. One thread uses it. clock: Unix seconds."""
+    """Writes the history. For one thread. clock: Unix seconds.
+
+    problem: why the last attempt to write failed; "" if it did not.
+    """
 
     def __init__(self, watcher: Watcher, clock: Callable[[], float] = time.time) -> None:
         self._watcher = watcher
         self._connection: Redis = watcher.connection
         self._clock = clock
         self._rings = Rings(self._connection)
-        self._own = secrets.token_hex(8)
-        self._workers: dict[str, WorkerSample] = {}
-        self._runs: dict[str, tuple[float, RunSnapshot]] = {}
-        #: The number after that of the last row, of each ring but the first; {} without the turn.
-        self._next: dict[int, int] = {}
+        self._token = secrets.token_hex(8)
+        self._last_samples: dict[str, WorkerSample] = {}
+        #: By run id: when the run was last looked at, in Unix seconds, and its snapshot.
+        self._last_runs: dict[str, tuple[float, RunSnapshot]] = {}
+        #: For each ring but the first, the number of the next row to write; {} while another dashboard holds the lock.
+        self._next_rows: dict[int, int] = {}
         self.problem = ""
 
     def start(self) -> None:
-        """Record in a thread of its own, for as long as the process lives."""
+        """Start a thread that records until the process ends."""
         threading.Thread(target=self._run, name="tokenmill-history", daemon=True).start()
 
     def _run(self) -> None:
@@ -75,10 +81,10 @@ class Recorder:
             self.attempt()
 
     def attempt(self) -> None:
-        """Record this moment. If that fails, `problem` says why until it is done again."""
+        """Record this moment, and set `problem`. Raise nothing."""
+        problem = ""
         try:
             self.record()
-            problem = ""
         except RedisError as error:
             problem = f"{type(error).__name__}: {error}"
         except Exception as error:
@@ -89,145 +95,190 @@ class Recorder:
         self.problem = problem
 
     def record(self) -> bool:
-        """Write a row for this moment, if this dashboard has the turn. Return whether it has. Raises RedisError."""
+        """Write a row of each series for this moment, if this dashboard holds the lock. Raises RedisError.
+
+        Return whether it holds the lock.
+        """
         now = self._clock()
-        if not self._takes_turn():
-            self._workers, self._runs, self._next = {}, {}, {}
+        if not self._hold_lock():
+            self._last_samples = {}
+            self._last_runs = {}
+            self._next_rows = {}
             return False
+
         look = self._watcher.look()
         samples = [row.sample for row in look.workers if row.sample is not None]
-        if not self._next:
+        if not self._next_rows:
             self._catch_up(samples, [queue.name for queue in look.queues], now)
-            self._next = {ring: _oldest(ring, now) for ring in range(1, len(RINGS))}
-        rows = self._rows(look, samples, now)
+            for ring in range(1, len(RINGS)):
+                self._next_rows[ring] = _first_complete(ring, now)
+
+        rows_by_kind = self._current_rows(look, samples, now)
         number = int(now // _WIDTH_S)
-        self._write({kind: {number: named} for kind, named in rows.items()}, now)
-        marks.note(self._connection, samples, now)
-        for ring, first in self._next.items():
+        self._write({kind: {number: rows} for kind, rows in rows_by_kind.items()}, now)
+        write_marks(self._connection, samples, now)
+
+        for ring, first in self._next_rows.items():
             last = int(now // RINGS[ring].width_s) - 1
             if first <= last:
-                for kind in rows:
+                for kind in rows_by_kind:
                     self._rings.roll_up(kind, ring, first, last)
-                self._next[ring] = last + 1
+                self._next_rows[ring] = last + 1
         return True
 
-    def _takes_turn(self) -> bool:
-        """Whether this dashboard writes. Two that both do, for a moment, write the same row twice."""
-        if self._connection.set(TURN_KEY, self._own, nx=True, ex=TURN_S):
+    def _hold_lock(self) -> bool:
+        """Take the lock, or renew it for LOCK_S. Return False if another dashboard holds it.
+
+        If two dashboards hold it for a moment, that does no harm: they write the same row.
+        """
+        if self._connection.set(LOCK_KEY, self._token, nx=True, ex=LOCK_S):
             return True
-        if self._connection.get(TURN_KEY) != self._own.encode():
+        if self._connection.get(LOCK_KEY) != self._token.encode():
             return False
-        self._connection.expire(TURN_KEY, TURN_S)
+        self._connection.expire(LOCK_KEY, LOCK_S)
         return True
 
-    def _rows(self, look: Look, samples: Sequence[WorkerSample], now: float) -> dict[Kind, Rows]:
-        """Return the rows of this moment."""
+    def _current_rows(
+        self, look: Look, samples: Sequence[WorkerSample], now: float
+    ) -> dict[Kind, Rows]:
+        """Return the rows of this moment, by kind. Remember samples and runs for the next call."""
         growths = {}
         for sample in samples:
-            last = self._workers.get(sample.name)
-            grown = growth(last, sample) if last is not None else None
-            if grown is not None and not sample.is_silent:
-                growths[sample.name] = grown
-        self._workers = {sample.name: sample for sample in samples}
+            last_sample = self._last_samples.get(sample.name)
+            if last_sample is None or sample.is_silent:
+                continue
+            worker_growth = growth(last_sample, sample)
+            if worker_growth is not None:
+                growths[sample.name] = worker_growth
+        self._last_samples = {sample.name: sample for sample in samples}
 
-        queues = {queue.name: queue.counts["waiting"] for queue in look.queues[: QUEUE.most]}
-        ages = head_ages(self._connection, list(queues), now)
-        depths = {name: (float(waiting), ages.get(name)) for name, waiting in queues.items()}
-        rows = _rows(depths, growths)
-        rows[RUN] = self._run_rows(look.runs, look.at)
-        return rows
+        queues = look.queues[: QUEUE.most]
+        ages_s = head_ages(self._connection, [queue.name for queue in queues], now)
+        depths = {}
+        for queue in queues:
+            depths[queue.name] = (float(queue.counts["waiting"]), ages_s.get(queue.name))
+
+        rows_by_kind = _rows(depths, growths)
+        rows_by_kind[RUN] = self._run_rows(look.runs, look.at)
+        return rows_by_kind
 
     def _run_rows(self, runs: Iterable[RunSnapshot], at: float) -> Rows:
-        """Return what active runs, and those that have ended since the last row, have added in a second."""
+        """Return a row for each run that is active, or was active at the last call. at: when the runs were read."""
         rows: Rows = {}
-        seen = {}
+        snapshots = {}
         for run in runs:
-            seen[run.run] = (at, run)
-            last_at, last = self._runs.get(run.run, (at, run))
+            snapshots[run.run] = (at, run)
+            last_at, last = self._last_runs.get(run.run, (at, run))
             if not run.is_active and not last.is_active:
                 continue
             seconds = at - last_at
-            grown = [
+            increases = [
                 run.rows_done - last.rows_done,
                 run.errors - last.errors,
                 run.tokens - last.tokens,
             ]
-            if seconds > 0 and min(grown) >= 0:
-                rows[run.run] = [count / seconds for count in grown]
-        self._runs = seen
+            if seconds > 0 and min(increases) >= 0:
+                rows[run.run] = [increase / seconds for increase in increases]
+        self._last_runs = snapshots
         return rows
 
-    def _write(self, rows: Mapping[Kind, Mapping[int, Rows]], now: float) -> None:
-        """Write rows by kind, number and series. Where there are too many series, the first ones are kept."""
+    def _write(self, rows_by_kind: Mapping[Kind, Mapping[int, Rows]], now: float) -> None:
+        """Write rows to the first ring. rows_by_kind: by kind, the rows of each moment by their number.
+
+        If a kind has too many series, the series that come first are written.
+        """
         with self._connection.pipeline(transaction=False) as pipe:
-            for kind, numbered in rows.items():
-                names = dict.fromkeys(name for named in numbered.values() for name in named)
-                for name in self._rings.admit(kind, names, now):
-                    own = {at: named[name] for at, named in numbered.items() if name in named}
-                    self._rings.write(pipe, kind, 0, name, own)
+            for kind, rows_by_number in rows_by_kind.items():
+                series: dict[str, dict[int, Values]] = {}
+                for number, rows in rows_by_number.items():
+                    for name, values in rows.items():
+                        series.setdefault(name, {})[number] = values
+                for name in self._rings.admit(kind, series, now):
+                    self._rings.write(pipe, kind, 0, name, series[name])
                     pipe.zadd(kind.index_key, {name: now})
             pipe.execute()
 
     def _catch_up(self, samples: Sequence[WorkerSample], queues: Sequence[str], now: float) -> None:
-        """Write what workers have told since the last row, for an hour at most."""
-        since = max([*self._rings.names(FLEET, 0).values(), now - RINGS[0].num_rows * _WIDTH_S])
+        """Fill the gap since the last row from the points of workers. They reach back an hour at most."""
+        last_rows_at = self._rings.names(FLEET, 0).values()
+        since = max([*last_rows_at, now - RINGS[0].num_rows * _WIDTH_S])
         if now - since < MAX_PAUSE_S:
             return
-        told = samples[: WORKER.most]
-        points = read_points(self._connection, [sample.name for sample in told])
+
+        samples = samples[: WORKER.most]
+        queues = queues[: QUEUE.most]
+        points = read_points(self._connection, [sample.name for sample in samples])
         growths: dict[int, dict[str, Growth]] = defaultdict(dict)
         depths: dict[int, dict[str, tuple[float, None]]] = defaultdict(dict)
-        for sample in told:
-            ahead_s = sample.at - (now - sample.silent_s)  # its clock's, of ours
-            own = points[sample.name]
-            for older, newer in pairwise(own):
-                grown = growth(older, newer)
-                for number in _numbers(older.at - ahead_s, newer.at - ahead_s, since, now):
-                    if grown is not None:
-                        growths[number][sample.name] = grown
-                    for name in queues[: QUEUE.most]:
+        for sample in samples:
+            # How far the worker's clock is ahead of this one's.
+            ahead_s = sample.at - (now - sample.silent_s)
+            for older, newer in pairwise(points[sample.name]):
+                worker_growth = growth(older, newer)
+                for number in _numbers_between(older.at - ahead_s, newer.at - ahead_s, since, now):
+                    if worker_growth is not None:
+                        growths[number][sample.name] = worker_growth
+                    for name in queues:
                         if name in newer.depth:
                             depths[number][name] = (float(newer.depth[name]), None)
-        rows: dict[Kind, dict[int, Rows]] = {QUEUE: {}, WORKER: {}, FLEET: {}}
+
+        rows_by_kind: dict[Kind, dict[int, Rows]] = {QUEUE: {}, WORKER: {}, FLEET: {}}
         for number in {*growths, *depths}:
-            for kind, named in _rows(depths[number], growths[number]).items():
-                rows[kind][number] = named
-        self._write(rows, now)
+            for kind, rows in _rows(depths[number], growths[number]).items():
+                rows_by_kind[kind][number] = rows
+        self._write(rows_by_kind, now)
 
 
 def _rows(
     depths: Mapping[str, tuple[float, float | None]], growths: Mapping[str, Growth]
 ) -> dict[Kind, Rows]:
-    """Return the rows of one moment. depths: waiting jobs and the oldest one's age, by queue."""
-    queues: Rows = {}
+    """Return the rows of queues, workers and the fleet at one moment.
+
+    depths: for each queue, how many jobs wait, and the age of the oldest one in seconds. growths: by worker.
+    """
+    queue_rows: Rows = {}
     for name, (waiting, oldest_s) in depths.items():
-        told = [each.queues[name] for each in growths.values() if name in each.queues]
-        if not told:
-            queues[name] = [waiting, oldest_s, None, None, None, None]
+        # How this queue's counts grow, by each worker that serves the queue.
+        reported = []
+        for worker_growth in growths.values():
+            if name in worker_growth.queues:
+                reported.append(worker_growth.queues[name])
+        if not reported:
+            queue_rows[name] = [waiting, oldest_s, None, None, None, None]
             continue
-        queues[name] = [
+        queue_rows[name] = [
             waiting,
             oldest_s,
-            sum(each.ended for each in told),
-            sum(each.badly for each in told),
-            sum(each.waited_s for each in told),
-            sum(each.ran_s for each in told),
+            sum(queue_growth.ended for queue_growth in reported),
+            sum(queue_growth.failed for queue_growth in reported),
+            sum(queue_growth.waited_s for queue_growth in reported),
+            sum(queue_growth.ran_s for queue_growth in reported),
         ]
-    workers: Rows = {name: each.tokens for name, each in growths.items()}
-    columns = zip(*workers.values(), strict=True)
-    fleet: Rows = {ALL: [sum(filter(None, column)) for column in columns]} if workers else {}
-    return {QUEUE: queues, WORKER: workers, FLEET: fleet}
+
+    worker_rows: Rows = {}
+    fleet_rows: Rows = {}
+    if growths:
+        totals = [0.0] * len(FLEET.columns)
+        for name, worker_growth in growths.items():
+            worker_rows[name] = worker_growth.tokens
+            for index, tokens in enumerate(worker_growth.tokens):
+                totals[index] += tokens
+        fleet_rows[ALL] = totals
+    return {QUEUE: queue_rows, WORKER: worker_rows, FLEET: fleet_rows}
 
 
-def _numbers(since: float, until: float, first_at: float, last_at: float) -> range:
-    """Return the rows whose middle lies between two moments, and that lie between two others as a whole."""
-    first = max(int(since / _WIDTH_S + 0.5), int(first_at // _WIDTH_S) + 1)
-    last = min(int(until / _WIDTH_S + 0.5), int(last_at // _WIDTH_S))
+def _numbers_between(older_at: float, newer_at: float, since: float, now: float) -> range:
+    """Return the numbers of the rows of the first ring that two points of a worker fill.
+
+    The middle of such a row lies between the two points, and the whole row lies between `since` and `now`.
+    """
+    first = max(int(older_at / _WIDTH_S + 0.5), int(since // _WIDTH_S) + 1)
+    last = min(int(newer_at / _WIDTH_S + 0.5), int(now // _WIDTH_S))
     return range(first, last)
 
 
-def _oldest(ring: int, now: float) -> int:
-    """Return the oldest row of a ring that is still there in the rows of the finer one."""
+def _first_complete(ring: int, now: float) -> int:
+    """Return the number of the earliest row of a ring for which the ring before it still has all rows."""
     finer = RINGS[ring - 1]
     width_s = RINGS[ring].width_s
     return int((now - finer.num_rows * finer.width_s) // width_s) + 1

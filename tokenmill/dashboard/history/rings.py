@@ -1,11 +1,13 @@
-"""Rings: values over time at a fixed size in Redis.
+"""Rings: values over time, which take up a fixed size in Redis.
 
-Each queue, worker and run that is charted is a series. Its key holds three rings of rows, one behind the other: rows
-that are ten seconds wide for the last hour, a minute wide for the last day, ten minutes wide for the last week. A row
-stands at the place of its number modulo the ring's length, so a new row takes the place of the oldest one. It begins
-with its number, by which a row of an earlier round is told from one of this round.
+Each charted queue, worker and run is a series, with a key of its own. The key's value is three rings, one behind the
+other: rows of ten seconds for the last hour, rows of a minute for the last day, and rows of ten minutes for the last
+week. A row's number is its time divided by its width. Its index in the ring is that number modulo the ring's length, so
+a new row overwrites the oldest one. Each row begins with its number, so that a reader can tell a row of this round from
+a row of an earlier round.
 
-Whatever stands there is read as rows, and costs no more than the charts. A dashboard may share its user with others.
+Other programs may use the same Redis user as the dashboard, and may have written anything to these keys. It is read as
+rows all the same: the charts are wrong then, and nothing else is.
 """
 
 import math
@@ -23,13 +25,16 @@ from redis.client import Pipeline
 from jobs.common.keys import HISTORY_PREFIX
 from jobs.common.stored import text
 
-#: How long a series is kept after its last row.
+#: The seconds for which a series is kept after its last row.
 TTL_S = 8 * 24 * 3600
+
+#: The seconds without a row after which another series may take a series' place.
+SILENT_S = 3600
 
 #: The most characters of a series' name.
 MAX_NAME_CHARS = 200
 
-#: The values of a row by their column. None stands for what was not told.
+#: The values of a row, in the order of its columns. None stands for an unknown value.
 Values = Sequence[float | None]
 
 
@@ -43,16 +48,18 @@ class Ring:
 
 RINGS = (Ring(10, 360), Ring(60, 1440), Ring(600, 1008))
 
+#: The rows that come before each ring in a series; at the end, the rows of the whole series.
 _OFFSETS = (0, *accumulate(ring.num_rows for ring in RINGS))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a series is of.
+    """A kind of series.
 
     columns: the names of a row's values.
-    peaks: the columns of which a wider row has the highest value. It has the mean of the others.
-    most: the series that are kept. With these bounds all series together take at most 5.2 MB.
+    most: the most series of this kind that are kept. With the numbers below, all series take at most 5.2 MB.
+    peaks: the columns that keep their highest value when rows are joined to a wider row. All other columns keep their
+    mean.
     """
 
     name: str
@@ -72,34 +79,35 @@ class Kind:
 
     @property
     def index_key(self) -> str:
-        """Return the key of the names of the series: a sorted set by the time of the last row."""
+        """Return the key of the index: a sorted set of the names of the series, by the time of their last row."""
         return f"{HISTORY_PREFIX}:index:{self.name}"
 
     def key(self, series: str) -> str:
         """Return the key of a series."""
-        name = blake2b(series.encode(errors="surrogatepass"), digest_size=12).hexdigest()
-        return f"{HISTORY_PREFIX}:{self.name}:{name}"
+        digest = blake2b(series.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+        return f"{HISTORY_PREFIX}:{self.name}:{digest}"
 
 
 _TOKENS = ("generated", "read", "cached")
 
-#: waiting: jobs. oldest_s: the age of the job at the head. ended, badly: jobs a second. waited_s, ran_s: the time that
-#: the jobs ended in a second have waited and run.
+#: waiting: the number of waiting jobs. oldest_s: the age of the job at the head. ended: jobs that ended, per second.
+#: failed: how many of these did not finish successfully. waited_s, ran_s: how long these jobs have waited and run, all
+#: together.
 QUEUE = Kind(
     "queue",
-    ("waiting", "oldest_s", "ended", "badly", "waited_s", "ran_s"),
+    ("waiting", "oldest_s", "ended", "failed", "waited_s", "ran_s"),
     most=20,
     peaks=frozenset({"oldest_s"}),
 )
 
-#: Tokens a second.
+#: Tokens per second.
 WORKER = Kind("worker", _TOKENS, most=50)
 
-#: Tokens a second of all workers. It has one series.
+#: Tokens per second of all workers together. The only series is named ALL.
 FLEET = Kind("fleet", _TOKENS, most=1)
 ALL = "all"
 
-#: Rows and tokens a second.
+#: Rows, errors and tokens per second.
 RUN = Kind("run", ("rows", "errors", "tokens"), most=20)
 
 KINDS = (QUEUE, WORKER, FLEET, RUN)
@@ -112,33 +120,46 @@ class Rings:
         self._connection = connection
 
     def names(self, kind: Kind, since: float) -> dict[str, float]:
-        """Return the series that have a row since then, with the time of their last one."""
-        stored: Any = self._connection.zrevrange(kind.index_key, 0, kind.most - 1, withscores=True)
-        return {text(name): at for name, at in stored if at >= since}
+        """Return the names of the series that have a row since a moment, the most recent first.
+
+        Each name has the Unix time of its last row.
+        """
+        entries: Any = self._connection.zrevrange(kind.index_key, 0, kind.most - 1, withscores=True)
+        return {text(name): at for name, at in entries if at >= since}
 
     def admit(self, kind: Kind, names: Iterable[str], now: float) -> list[str]:
-        """Return those of the names that have a series, or get one now. The first names come first.
+        """Make series for new names where there is room. Return the names that have a series now.
 
-        A new one takes the place of the series that has been without a row for longest, and for an hour at least.
+        If the kind has all its series, a new series replaces one that has had no row for SILENT_S, the longest silent
+        first. If there is not room for all new names, those that come first get a series.
         """
         known = self.names(kind, 0)
-        wanted = [name for name in dict.fromkeys(names) if len(name) <= MAX_NAME_CHARS]
-        admitted = [name for name in wanted if name in known]
-        strangers = [name for name in wanted if name not in known][: kind.most]
-        silent = [name for name, at in known.items() if at < now - 3600 and name not in wanted]
+        admitted = []
+        new_names = []
+        for name in dict.fromkeys(names):
+            if len(name) > MAX_NAME_CHARS:
+                continue
+            if name in known:
+                admitted.append(name)
+            else:
+                new_names.append(name)
+
+        longest_silent_first = []
+        for name, last_at in reversed(known.items()):
+            if last_at < now - SILENT_S and name not in admitted:
+                longest_silent_first.append(name)
+
         num_free = kind.most - len(known)
-        made = strangers[: num_free + len(silent)]
-        # The names come with the latest first, so the last ones have been silent for longest.
-        num_gone = max(0, len(made) - num_free)
-        gone = silent[len(silent) - num_gone :]
+        made = new_names[: num_free + len(longest_silent_first)]
         if not made:
             return admitted
+        num_replaced = max(0, len(made) - num_free)
         with self._connection.pipeline(transaction=False) as pipe:
-            for name in gone:
+            for name in longest_silent_first[:num_replaced]:
                 pipe.delete(kind.key(name))
                 pipe.zrem(kind.index_key, name)
             for name in made:
-                # It gets its whole size at once. Redis would set aside twice as much for a text that grows.
+                # The value gets its whole size at once: for a value that grows, Redis would reserve twice as much.
                 pipe.delete(kind.key(name))
                 pipe.setrange(kind.key(name), kind.num_bytes - 1, "\0")
                 pipe.expire(kind.key(name), TTL_S)
@@ -149,62 +170,59 @@ class Rings:
     def read(
         self, kind: Kind, ring: int, names: Sequence[str], first: int, last: int
     ) -> dict[str, dict[int, Values]]:
-        """Return the rows with numbers from `first` to `last` of some series, by name and number."""
-        num_rows = RINGS[ring].num_rows
-        first = max(first, last - num_rows + 1)
-        begin = first % num_rows
-        end = begin + last - first + 1
-        # Where the rows go over the ring's end, its beginning follows.
-        spans = [(begin, min(end, num_rows)), (0, max(0, end - num_rows))]
-        base = _OFFSETS[ring]
+        """Return the rows of some series whose numbers are from `first` to `last`, by name and number."""
+        # The rows before these have been overwritten.
+        first = max(first, last - RINGS[ring].num_rows + 1)
+        spans = _spans(ring, first, last)
         size = kind.row.size
         with self._connection.pipeline(transaction=False) as pipe:
             for name in names:
                 for start, stop in spans:
-                    if start < stop:
-                        pipe.getrange(
-                            kind.key(name), (base + start) * size, (base + stop) * size - 1
-                        )
+                    pipe.getrange(kind.key(name), start * size, stop * size - 1)
+            # A key may hold a value of another type, which another program has written.
             replies = iter(pipe.execute(raise_on_error=False))
 
-        found: dict[str, dict[int, Values]] = {}
+        rows_by_name: dict[str, dict[int, Values]] = {}
         for name in names:
             rows: dict[int, Values] = {}
-            for start, stop in spans:
-                raw = next(replies) if start < stop else b""
-                if not isinstance(raw, bytes):
-                    continue  # somebody has put a value of another type there
-                for number, *values in kind.row.iter_unpack(raw[: len(raw) // size * size]):
+            for _ in spans:
+                reply = next(replies)
+                if not isinstance(reply, bytes):
+                    continue
+                whole_rows = reply[: len(reply) // size * size]
+                for number, *values in kind.row.iter_unpack(whole_rows):
                     if first <= number <= last:
-                        rows[number] = [_value(value) for value in values]
-            found[name] = rows
-        return found
+                        rows[number] = [_checked(value) for value in values]
+            rows_by_name[name] = rows
+        return rows_by_name
 
     def write(
         self, pipe: Pipeline, kind: Kind, ring: int, name: str, rows: Mapping[int, Values]
     ) -> None:
-        """Add the writing of some rows of a series to a pipeline."""
+        """Add commands to a pipeline that write rows of a series. rows: values by the row's number."""
         for number, values in rows.items():
-            place = _OFFSETS[ring] + number % RINGS[ring].num_rows
+            index = _OFFSETS[ring] + number % RINGS[ring].num_rows
             numbers = [math.nan if value is None else value for value in values]
             row = kind.row.pack(number, *numbers)
-            pipe.setrange(kind.key(name), place * kind.row.size, row)
+            pipe.setrange(kind.key(name), index * kind.row.size, row)
 
     def roll_up(self, kind: Kind, ring: int, first: int, last: int) -> None:
-        """Write those rows from `first` to `last` of a ring that lack, from the rows of the finer ring before it."""
+        """Write the missing rows from `first` to `last` of a ring, each joined from the rows of the ring before it."""
         width_s = RINGS[ring].width_s
         finer = ring - 1
         ratio = width_s // RINGS[finer].width_s
         names = list(self.names(kind, first * width_s))
-        told = self.read(kind, finer, names, first * ratio, (last + 1) * ratio - 1)
-        there = self.read(kind, ring, names, first, last)
+        finer_rows = self.read(kind, finer, names, first * ratio, (last + 1) * ratio - 1)
+        written_rows = self.read(kind, ring, names, first, last)
         with self._connection.pipeline(transaction=False) as pipe:
             for name in names:
                 rows = {}
                 for number in range(first, last + 1):
+                    if number in written_rows[name]:
+                        continue
                     parts = range(number * ratio, (number + 1) * ratio)
-                    known = [told[name][part] for part in parts if part in told[name]]
-                    if known and number not in there[name]:
+                    known = [finer_rows[name][part] for part in parts if part in finer_rows[name]]
+                    if known:
                         rows[number] = _joined(kind, known)
                 self.write(pipe, kind, ring, name, rows)
                 if rows:
@@ -212,16 +230,34 @@ class Rings:
             pipe.execute()
 
 
-def _value(stored: float) -> float | None:
-    """Return a value as it may be shown. Whoever may write the keys may have written any bits."""
+def _spans(ring: int, first: int, last: int) -> list[tuple[int, int]]:
+    """Return where a series holds the rows from `first` to `last` of a ring, as one or two spans.
+
+    A span is the index of its first row and the index after its last row. There are two spans if the rows reach the
+    ring's end and go on at its beginning.
+    """
+    if first > last:
+        return []
+    num_rows = RINGS[ring].num_rows
+    offset = _OFFSETS[ring]
+    start = first % num_rows
+    stop = start + last - first + 1
+    if stop <= num_rows:
+        return [(offset + start, offset + stop)]
+    return [(offset + start, offset + num_rows), (offset, offset + stop - num_rows)]
+
+
+def _checked(stored: float) -> float | None:
+    """Return a stored value; None if no dashboard writes such a value. Another program may have written any bits."""
     return stored if 0 <= stored < 1e15 else None
 
 
 def _joined(kind: Kind, rows: Sequence[Values]) -> list[float | None]:
-    """Return the values of a row that stands for some rows."""
+    """Return the values of a wider row that covers these rows."""
     joined: list[float | None] = []
-    for place, column in enumerate(kind.columns):
-        known = [value for row in rows if (value := row[place]) is not None]
+    for index, column in enumerate(kind.columns):
+        values = [row[index] for row in rows]
+        known = [value for value in values if value is not None]
         if not known:
             joined.append(None)
         elif column in kind.peaks:

@@ -1,1 +1,1 @@
-"""What pages show, read from Redis. What other programs show too is read in `jobs`."""
+"""Reads from Redis what only the dashboard shows. What other programs show as well is read in `jobs`."""

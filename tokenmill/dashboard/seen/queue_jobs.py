@@ -1,4 +1,4 @@
-"""Lists jobs of a queue: those that wait, run, are scheduled or deferred, have finished or failed."""
+"""Lists the jobs of a queue that are in one state, such as waiting or failed."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,8 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import safe_name
 from tokenmill.dashboard.seen.jobs_seen import MAX_PAYLOAD_BYTES, called
 
-#: For each place of `jobs.queues.PLACES`, the time that a list shows: a field of the job, or "" for its score.
+#: By place (`jobs.queues.PLACES`): the job's field with the time that a list shows. A scheduled job has no such field:
+#: its time is its score in the sorted set.
 _TIMES = {
     "waiting": "enqueued_at",
     "executing": "started_at",
@@ -22,7 +23,7 @@ _TIMES = {
 
 @dataclass(frozen=True)
 class ListedJob:
-    """A job of a list. function: None where its name cannot be read. at: see _TIMES; Unix seconds."""
+    """A job of a list. function: None if the payload cannot be read. at: the time of _TIMES in Unix seconds."""
 
     job_id: str
     function: str | None
@@ -31,10 +32,10 @@ class ListedJob:
 
 
 def list_jobs(connection: Redis, queue: str, place: str, first: int, most: int) -> list[ListedJob]:
-    """Return up to `most` jobs of a queue without the first ones.
+    """Return at most `most` jobs of a queue, from number `first` on. Raises RedisError.
 
-    They come as workers take them; finished and failed ones come with the newest first. place: one of PLACES. Raises
-    RedisError.
+    Finished and failed jobs come with the newest first. All others come in the order in which workers take them.
+    place: one of PLACES.
     """
     keys = rq_jobs.QueueKeys(queue)
     last = first + most - 1
@@ -42,41 +43,48 @@ def list_jobs(connection: Redis, queue: str, place: str, first: int, most: int) 
     entries: Any
     if place == "waiting":
         entries = connection.lrange(keys.waiting, first, last)
-    elif place in ("finished", "failed"):
-        entries = connection.zrevrange(getattr(keys, place), first, last)
+    elif place == "executing":
+        # An entry is a job's id, a colon and the id of the execution.
+        executions: Any = connection.zrange(keys.started, first, last)
+        entries = [entry.partition(b":")[0] for entry in executions]
     elif place == "scheduled":
-        with_scores: Any = connection.zrange(keys.scheduled, first, last, withscores=True)
-        entries = [entry for entry, _ in with_scores]
-        scores = {stored.text(entry): score for entry, score in with_scores}
+        scored: Any = connection.zrange(keys.scheduled, first, last, withscores=True)
+        entries = [entry for entry, _ in scored]
+        scores = {stored.text(entry): score for entry, score in scored}
+    elif place == "deferred":
+        entries = connection.zrange(keys.deferred, first, last)
+    elif place == "finished":
+        entries = connection.zrevrange(keys.finished, first, last)
     else:
-        entries = connection.zrange(
-            keys.started if place == "executing" else keys.deferred, first, last
-        )
+        entries = connection.zrevrange(keys.failed, first, last)
     job_ids = [stored.text(entry) for entry in entries]
-    if place == "executing":
-        job_ids = [job_id.partition(":")[0] for job_id in job_ids]
     return _read(connection, job_ids, _TIMES[place], scores)
 
 
 def _read(
     connection: Redis, job_ids: list[str], time_field: str, scores: dict[str, float]
 ) -> list[ListedJob]:
-    hashes = [rq_jobs.job_key(job_id) for job_id in job_ids]
+    """Return these jobs. time_field: see _TIMES. scores: the times of scheduled jobs by id."""
+    keys = [rq_jobs.job_key(job_id) for job_id in job_ids]
     with connection.pipeline(transaction=False) as pipe:
-        for key in hashes:
+        for key in keys:
             pipe.hmget(key, time_field or "created_at", "worker_name")
             pipe.hstrlen(key, "data")
-        # Anybody may have put another kind of value there.
+        # A key may hold a value of another type, which a producer has written.
         replies = pipe.execute(raise_on_error=False)
-        for key, num_bytes in zip(hashes, replies[1::2], strict=True):
+        fields_of_jobs = replies[0::2]
+        sizes = replies[1::2]
+        for key, num_bytes in zip(keys, sizes, strict=True):
             is_short = isinstance(num_bytes, int) and num_bytes <= MAX_PAYLOAD_BYTES
             pipe.hget(key, "data" if is_short else "")
         payloads = pipe.execute(raise_on_error=False)
 
     jobs = []
-    for job_id, fields, data in zip(job_ids, replies[::2], payloads, strict=True):
-        at, worker = fields if isinstance(fields, list) else (None, None)
-        function = called(data)[0] if isinstance(data, bytes) else None
-        moment = stored.moment(at) if time_field else scores.get(job_id)
-        jobs.append(ListedJob(job_id, function, moment, safe_name(worker or b"")))
+    for job_id, fields, data in zip(job_ids, fields_of_jobs, payloads, strict=True):
+        raw_time, worker = fields if isinstance(fields, list) else (None, None)
+        function = None
+        if isinstance(data, bytes):
+            function, _ = called(data)
+        at = stored.moment(raw_time) if time_field else scores.get(job_id)
+        jobs.append(ListedJob(job_id, function, at, safe_name(worker or b"")))
     return jobs

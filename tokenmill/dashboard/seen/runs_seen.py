@@ -1,4 +1,4 @@
-"""Lists runs for all open pages together, as seldom as possible."""
+"""Lists runs once for all open pages, and as seldom as possible."""
 
 import threading
 import time
@@ -10,26 +10,29 @@ from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.dashboard.seen.watcher import LOOK_S, LOOK_SHARE
 
-#: The most runs that are listed, the last submitted ones.
+#: The most runs that are listed.
 MAX_RUNS = 200
 
 
 class RunsSeen:
-    """The runs that were submitted last. Safe to call from many threads. clock: seconds that never go back."""
+    """The runs that were submitted last. Safe to call from many threads. clock: monotonic seconds."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
         self._clock = clock
         self._lock = threading.Lock()
         self._runs: list[RunSnapshot] = []
-        self._serves_until = float("-inf")
+        self._expires_at = float("-inf")
 
     def newest(self) -> list[RunSnapshot]:
-        """Return the runs, the last submitted first, as they were LOOK_S ago at most. Raises RedisError."""
+        """Return at most MAX_RUNS runs, the last submitted first. Raises RedisError.
+
+        They are read again once they are LOOK_S old, or later if the last reading was slow (see LOOK_SHARE).
+        """
         with self._lock:
-            began = self._clock()
-            if began >= self._serves_until:
+            began_at = self._clock()
+            if began_at >= self._expires_at:
                 self._runs = list_runs(self._connection, MAX_RUNS)
                 now = self._clock()
-                self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
+                self._expires_at = now + max(LOOK_S, (now - began_at) / LOOK_SHARE)
             return self._runs

@@ -1,4 +1,4 @@
-"""Finds jobs, runs, workers and queues by a text."""
+"""Searches jobs, runs, workers and queues for a text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,18 @@ from jobs.common.keys import RUNS_KEY, run_key
 from jobs.runs.plans.names import is_run_id
 from tokenmill.dashboard.seen.watcher import Look
 
-#: The most runs whose folders are looked through, the last submitted ones.
+#: The most runs that are searched: those that were submitted last.
 MAX_RUNS = 2000
-#: The most things of a kind that are found.
+#: The most runs, the most workers and the most queues that are found.
 MAX_FOUND = 50
 
 
 @dataclass(frozen=True)
 class Found:
-    """What has a text. job: the id of a job, if the text is one. runs: ids with folders, safe to show."""
+    """The results of a search. job: the text, if it is the id of a job. runs: (run id, output folder), safe to show.
+
+    workers, queues: names.
+    """
 
     job: str | None
     runs: tuple[tuple[str, str], ...]
@@ -28,29 +31,34 @@ class Found:
 
 
 def search(connection: Redis, text: str, look: Look) -> Found:
-    """Return what has a text: a job or run by its whole id, else runs by their folders. Raises RedisError."""
+    """Return what a text finds: a job by its whole id, runs by the beginning of their id or by their output folder.
+
+    Workers and queues are found by any part of their name. Upper and lower case are the same, except in a job's id.
+    Raises RedisError. look: the workers and queues to search.
+    """
     wanted = text.lower()
     workers = [row.name for row in look.workers if wanted in row.name.lower()]
     queues = [queue.name for queue in look.queues if wanted in queue.name.lower()]
-    job_status: Any = connection.exists(rq_jobs.job_key(text))
+    is_job: Any = connection.exists(rq_jobs.job_key(text))
     return Found(
-        text if job_status else None,
-        tuple(_runs(connection, wanted)[:MAX_FOUND]),
-        tuple(workers[:MAX_FOUND]),
-        tuple(queues[:MAX_FOUND]),
+        job=text if is_job else None,
+        runs=tuple(_find_runs(connection, wanted)[:MAX_FOUND]),
+        workers=tuple(workers[:MAX_FOUND]),
+        queues=tuple(queues[:MAX_FOUND]),
     )
 
 
-def _runs(connection: Redis, wanted: str) -> list[tuple[str, str]]:
-    """Return runs whose id begins with a text, or whose folder has it."""
+def _find_runs(connection: Redis, wanted: str) -> list[tuple[str, str]]:
+    """Return (run id, output folder) of runs whose id begins with a text, or whose folder contains it."""
     newest: Any = connection.zrevrange(RUNS_KEY, 0, MAX_RUNS - 1)
     run_ids = [run for run in map(stored.text, newest) if is_run_id(run)]
+    # An older run is found by its whole id.
     if is_run_id(wanted) and wanted not in run_ids:
         run_ids.append(wanted)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
             pipe.hget(run_key(run), "output")
-        # Anybody may have put another kind of value there.
+        # A key may hold a value of another type, which a producer has written.
         replies = pipe.execute(raise_on_error=False)
     found = []
     for run, output in zip(run_ids, replies, strict=True):

@@ -1,4 +1,4 @@
-"""A run's shards, as its page lists them: those with a part, and those whose jobs run, wait, or have failed."""
+"""Lists the shards of a run for its page."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,11 @@ from jobs.runs.watching.run_reader import RunReader
 
 @dataclass(frozen=True)
 class ShardSeen:
-    """A shard of a run, and the worker that answers it, or did.
+    """A shard of a run.
 
-    state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run. job_id: of
-    its job; "" if Redis has none.
+    state: "done", "running", "failed", "queued", "gone" (it has no job in Redis) or "left" (the run was cancelled).
+    seconds: how long the shard took; None until it is done. worker: the worker that holds or held the shard; "" if it
+    is not known. job_id: "" if Redis has no job of the shard.
     """
 
     shard: int
@@ -30,7 +31,7 @@ class ShardSeen:
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
-    """Return at most `count` of a run's shards. Raises UnknownRun."""
+    """Return at most `count` of a run's shards, from shard `first` on. Raises UnknownRun and RedisError."""
     readers = run_readers(connection, [run])
     if not readers:
         raise UnknownRun(run)
@@ -51,7 +52,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
         job_id = shard_job_id(run, shard, is_second) if progress.has_job else ""
         part = parts.get(shard)
         if part is not None:
-            seen = ShardSeen(
+            listed = ShardSeen(
                 shard,
                 "done",
                 rows_done=part.rows,
@@ -62,7 +63,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
                 job_id=job_id,
             )
         elif shard in reader.started:
-            seen = ShardSeen(
+            listed = ShardSeen(
                 shard,
                 "running",
                 rows_done=progress.rows,
@@ -72,15 +73,15 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
             )
         else:
             state = _idle_state(reader, shard, has_job=progress.has_job)
-            seen = ShardSeen(shard, state, worker=progress.worker, job_id=job_id)
-        shards.append(seen)
+            listed = ShardSeen(shard, state, worker=progress.worker, job_id=job_id)
+        shards.append(listed)
     return shards
 
 
 def _idle_state(reader: RunReader, shard: int, *, has_job: bool) -> str:
-    """Return the state of a shard that has no part and does not run. has_job: whether Redis has a job of it."""
-    is_stopped = "cancelled" in reader.facts and not reader.is_finished
-    if is_stopped:
+    """Return the state of a shard that has no part and does not run. has_job: whether Redis has a job of the shard."""
+    is_cancelled = "cancelled" in reader.facts and not reader.is_finished
+    if is_cancelled:
         return "left"
     if shard in reader.failed:
         return "failed"

@@ -1,4 +1,4 @@
-"""Looks at Redis for all open pages together, as seldom as possible."""
+"""Reads the state of queues, workers and runs once for all open pages, and as seldom as possible."""
 
 import threading
 import time
@@ -17,22 +17,27 @@ from tokenmill.dashboard.seen.jobs_seen import FailedJob, newest_failed
 
 T = TypeVar("T")
 
-#: Seconds for which one look serves all pages; after a slow look, five times the seconds that it took.
+#: The fewest seconds for which what was read serves all pages.
 LOOK_S = 1.0
+#: The most of the time that is spent reading: after a slow reading, its result serves longer.
 LOOK_SHARE = 0.2
 
-#: The most workers, queues, runs and failed jobs that are looked at. The page says if there are more.
-MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
+#: The most workers, queues, runs and failed jobs that are read. The page says if there are more workers or queues.
+MAX_WORKERS = 1000
+MAX_QUEUES = 200
+MAX_RUNS = 50
+MAX_FAILED = 10
 
-#: The points that are read of a worker that was not seen before. They tell how fast it is.
+#: How many stored points of a new worker are read. Two are enough for its rate.
 NUM_POINTS = 2
 
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker. sample: None for a worker that reports nothing, such as RQ's own. serves: the names of its queues.
+    """One worker.
 
-    Rates are per second; None if they are not known yet.
+    queues: the names of its queues as one text. serves: the same names. sample: None for a worker that reports nothing,
+    such as a worker of RQ. generated_per_s, prompt_per_s: tokens per second; None if the rate is not known yet.
     """
 
     name: str
@@ -45,12 +50,17 @@ class WorkerRow:
 
     @property
     def is_silent(self) -> bool:
+        """Whether the worker has reported nothing for too long."""
         return self.state == "silent"
 
 
 @dataclass(frozen=True)
 class Look:
-    """What Redis said at one moment."""
+    """The state of queues, workers and runs at one moment.
+
+    at: Unix seconds. queues, workers, runs: at most MAX_QUEUES, MAX_WORKERS and MAX_RUNS of them.
+    num_queues, num_workers: how many there are.
+    """
 
     at: float
     queues: tuple[QueueCounts, ...] = ()
@@ -59,68 +69,72 @@ class Look:
     num_workers: int = 0
     runs: tuple[RunSnapshot, ...] = ()
 
-    def total(self, where: str) -> int:
-        """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
-        return sum(queue.counts[where] for queue in self.queues)
+    def total(self, place: str) -> int:
+        """Return how many jobs are at a place in all queues together. place: one of `jobs.queues.PLACES`."""
+        return sum(queue.counts[place] for queue in self.queues)
 
     def rate(self, name: str) -> float:
-        """A rate of all workers together that tell of themselves now, by its name in WorkerRow."""
+        """Return the sum of a rate over all workers that are not silent. name: the rate's field in WorkerRow."""
         return sum(getattr(worker, name) or 0.0 for worker in self.workers if not worker.is_silent)
 
 
-class _Kept(Generic[T]):
-    """Reads something, and serves it for a while."""
+class _Cached(Generic[T]):
+    """A value that is read again when it is too old: see LOOK_S and LOOK_SHARE."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
-        self._last: T | None = None
-        self._serves_until = 0.0
+        self._value: T | None = None
+        self._expires_at = 0.0
 
     def get(self) -> T:
-        """Return what was read lately, or read it again."""
-        began = time.monotonic()
-        if self._last is None or began >= self._serves_until:
-            self._last = self._read()
+        """Return the value. Read it first if it is too old."""
+        began_at = time.monotonic()
+        if self._value is None or began_at >= self._expires_at:
+            self._value = self._read()
             now = time.monotonic()
-            self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
-        return self._last
+            self._expires_at = now + max(LOOK_S, (now - began_at) / LOOK_SHARE)
+        return self._value
 
 
 class Watcher:
-    """Reads Redis in the calling thread; safe to call from many. clock: Unix seconds."""
+    """Reads Redis in the calling thread. Safe to call from many threads. clock: Unix seconds."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
-        self.connection, self.clock = connection, clock
+        self.connection = connection
+        self.clock = clock
         self._rates = Rates()
         self._lock = threading.RLock()
-        self._kept_look = _Kept(self._look)
-        self._kept_failed = _Kept(self._failed)
+        self._cached_look = _Cached(self._read_look)
+        self._cached_failed = _Cached(self._read_failed)
 
     def look(self) -> Look:
-        """Return how everything stands, as it was LOOK_S ago at most. Raises redis.exceptions.RedisError."""
+        """Return the state of queues, workers and runs, as it was lately (see LOOK_S). Raises RedisError."""
         with self._lock:
-            return self._kept_look.get()
+            return self._cached_look.get()
 
     def newest_failed(self) -> Sequence[FailedJob]:
-        """Return the newest failed jobs of all queues, as they were LOOK_S ago at most. Raises RedisError."""
+        """Return the newest failed jobs of all queues, as they were lately (see LOOK_S). Raises RedisError."""
         with self._lock:
-            return self._kept_failed.get()
+            return self._cached_failed.get()
 
-    def _failed(self) -> Sequence[FailedJob]:
+    def _read_failed(self) -> Sequence[FailedJob]:
+        """Read the newest failed jobs of all queues."""
         queues = [queue.name for queue in self.look().queues if queue.counts["failed"]]
-        # Most of the time there is nothing to read.
-        return newest_failed(self.connection, queues, MAX_FAILED) if queues else []
+        if not queues:
+            return []
+        return newest_failed(self.connection, queues, MAX_FAILED)
 
-    def _look(self) -> Look:
+    def _read_look(self) -> Look:
+        """Read the state of queues, workers and runs."""
         now = self.clock()
-        all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
+        all_queues = queue_names(self.connection)
+        all_workers = worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
-        names = all_workers[:MAX_WORKERS]
-        workers = read_workers(self.connection, names)
-        self._remember([each.sample for each in workers if each.sample is not None])
+        workers = read_workers(self.connection, all_workers[:MAX_WORKERS])
+        self._remember([worker.sample for worker in workers if worker.sample is not None])
         return Look(
             at=now,
-            queues=tuple(sorted(queues, key=_busiest)),
+            queues=tuple(sorted(queues, key=_busiest_first)),
             num_queues=len(all_queues),
             workers=self._rows(workers),
             num_workers=len(all_workers),
@@ -128,31 +142,45 @@ class Watcher:
         )
 
     def _remember(self, samples: Sequence[WorkerSample]) -> None:
-        """Take note of how far workers are, for their rates."""
-        new = [sample.name for sample in samples if not self._rates.knows(sample.name)]
-        earlier = read_points(self.connection, new, NUM_POINTS) if new else {}
+        """Add the samples to the rates, and the stored points of workers that are new."""
+        new_names = [sample.name for sample in samples if not self._rates.knows(sample.name)]
+        stored_points = read_points(self.connection, new_names, NUM_POINTS) if new_names else {}
         for sample in samples:
-            for point in (*earlier.get(sample.name, ()), sample):
+            for point in stored_points.get(sample.name, ()):
                 self._rates.add(sample.name, point)
-        self._rates.forget([sample.name for sample in samples])
+            self._rates.add(sample.name, sample)
+        self._rates.keep_only([sample.name for sample in samples])
 
     def _rows(self, workers: Sequence[Worker]) -> tuple[WorkerRow, ...]:
-        """Return a row for each worker, those first that somebody should look at."""
-        rows, rate = [], self._rates.rate
-        for worker in workers:
-            name, sample, seen = worker.name, worker.sample, worker.registered
-            if sample is None:
-                state = seen.get("state", "unknown")
-                rows.append(WorkerRow(name, state, seen.get("queues", ""), tuple(worker.queues)))
-                continue
-            state = "silent" if sample.is_silent else sample.state or "unknown"
-            rates = rate(name, "generation_tokens"), rate(name, "prompt_tokens")
-            serves = tuple(sample.queues)
-            rows.append(WorkerRow(name, state, ", ".join(serves), serves, sample, *rates))
-        return tuple(
-            sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name))
+        """Return a row for each worker: silent workers first, then draining ones, then all others."""
+        rows = [self._row(worker) for worker in workers]
+        rows.sort(key=lambda row: (not row.is_silent, row.state != "draining", row.name))
+        return tuple(rows)
+
+    def _row(self, worker: Worker) -> WorkerRow:
+        """Return the row of a worker: from its sample, or from RQ's registration if it reports nothing."""
+        sample = worker.sample
+        if sample is None:
+            return WorkerRow(
+                worker.name,
+                state=worker.registered.get("state", "unknown"),
+                queues=worker.registered.get("queues", ""),
+                serves=tuple(worker.queues),
+            )
+        state = sample.state or "unknown"
+        return WorkerRow(
+            worker.name,
+            state="silent" if sample.is_silent else state,
+            queues=", ".join(sample.queues),
+            serves=tuple(sample.queues),
+            sample=sample,
+            generated_per_s=self._rates.rate(worker.name, "generation_tokens"),
+            prompt_per_s=self._rates.rate(worker.name, "prompt_tokens"),
         )
 
 
-def _busiest(queue: QueueCounts) -> tuple[int, str]:
-    return -sum(queue.counts[where] for where in ("waiting", "executing", "failed")), queue.name
+def _busiest_first(queue: QueueCounts) -> tuple[int, str]:
+    """Return a sort key that puts the queues with most waiting, running and failed jobs first."""
+    counts = queue.counts
+    num_jobs = counts["waiting"] + counts["executing"] + counts["failed"]
+    return -num_jobs, queue.name

@@ -49,7 +49,7 @@ function clock(at, zone) {
   return new Intl.DateTimeFormat("en-GB", form).format(new Date(at * 1e3));
 }
 
-// Where the line has no neighbour, it needs a point to be seen.
+// A value without a neighbour makes no line. It is drawn as a point, so that it can be seen.
 function lonePoints(plot, index, show, gaps) {
   const values = plot.data[index];
   const lone = [];
@@ -212,11 +212,11 @@ async function update() {
     drawAll();
     if (told.problem) showProblem(told.problem);
   } catch {
-    // The page says by itself that the server does not answer.
+    // The page itself reports that the server does not answer.
   }
 }
 
-// What was drawn stays. Without anything there are no charts.
+// Charts that were drawn stay. If none was drawn, their places are hidden.
 function showProblem(problem) {
   root.hidden = false;
   root.querySelector(".figures").hidden = told === null;
@@ -230,7 +230,7 @@ function choose(wanted) {
   }
 }
 
-// Arrow keys move the moment in all charts as the pointer does; Escape lets go of it.
+// Arrow keys move the chosen moment in all charts, as the pointer does. Escape ends the choice.
 const KEYS = { ArrowLeft: -1, ArrowRight: 1, Escape: 0 };
 
 function move(event) {
@@ -259,7 +259,7 @@ if (root) {
   update();
   let waited = 0;
   setInterval(() => {
-    // Wider rows come more seldom.
+    // Wider rows are written less often, so they are read less often.
     waited += 10;
     if (waited < Math.min(told?.width_s ?? 10, 60)) return;
     waited = 0;

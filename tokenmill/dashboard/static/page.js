@@ -1,9 +1,9 @@
 "use strict";
-// The page updates its inside by htmx, every two seconds. Here: what htmx and idiomorph are told, what is shown while
-// the server does not answer, keys, ticked jobs, and local times.
+// htmx updates the inner part of the page every two seconds. This file has the settings of htmx and idiomorph, the banner
+// for a server that does not answer, the keys, the ticked jobs, and the local times.
 
 const morphing = Idiomorph.defaults.callbacks;
-// Charts draw themselves, and what a person has opened, ticked or typed stays.
+// An update leaves the charts alone, which draw themselves, and everything that a person has opened, ticked or typed.
 morphing.beforeNodeMorphed = (old) => !(old instanceof Element && old.hasAttribute("data-keep"));
 morphing.beforeAttributeUpdated = (name, node) =>
   !((name === "open" && node.tagName === "DETAILS") || ((name === "checked" || name === "value") && node.matches?.("input:not([type=hidden])")));
@@ -33,7 +33,7 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) htmx.trigger("#main", "refresh");
 });
 
-// The sentence that an action led here with is told once.
+// The outcome of an action is shown once: without the parameter, a reload does not show it again.
 const address = new URL(location.href);
 if (address.searchParams.has("done")) {
   address.searchParams.delete("done");

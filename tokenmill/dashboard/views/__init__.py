@@ -1,1 +1,1 @@
-"""What each page shows: a function for each page."""
+"""Reads what pages show. Each page has a function."""

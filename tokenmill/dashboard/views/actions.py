@@ -9,13 +9,13 @@ from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, if_al
 
 
 def actions(site: Site, request: Request) -> dict[str, Any]:
-    """Show what people did in the dashboard, the latest first. Parameters: page."""
+    """Read a page of the log of actions, the latest first. Parameters: page."""
     total = if_allowed(lambda: count_entries(site.connection), None)
     if total is None:
         raise Missing(
             "This Redis user may not read the log of actions: give it the rules of `dashboard` in ops/redis-users.acl."
         )
-    page = Page.asked(request, "page", total)
+    page = Page.requested(request, "page", total)
     return {
         "entries": read_entries(site.connection, page.first, PAGE_ROWS),
         "total": total,

@@ -1,4 +1,4 @@
-"""The page of the API servers' batches."""
+"""The page of batches."""
 
 from collections import Counter
 from typing import Any
@@ -15,9 +15,9 @@ from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
 
 
 def batches(site: Site, request: Request) -> dict[str, Any]:
-    """Show the API servers' batches, the latest first, and which projects were limited.
+    """Read the batches of the API servers, the latest first, and the refusals of projects at their limits.
 
-    Parameters: project (every one, if none is given), page.
+    Parameters: project (all projects by default), page.
     """
     connection = site.connection
     recorded = recorded_batches(connection)
@@ -26,14 +26,15 @@ def batches(site: Site, request: Request) -> dict[str, Any]:
     if project and project not in projects:
         raise Missing("There is no batch of this project.")
     chosen = [batch for batch in recorded if project in ("", batch.project)]
-    page = Page.asked(request, "page", len(chosen))
+    page = Page.requested(request, "page", len(chosen))
     shown = chosen[page.first : page.first + PAGE_ROWS]
     runs = batch_runs(connection, shown)
 
     rows = []
     for batch in shown:
         snapshot = runs.get(batch.run)
-        rows.append((batch, "unknown" if snapshot is None else batch_status(snapshot), snapshot))
+        status = "unknown" if snapshot is None else batch_status(snapshot)
+        rows.append((batch, status, snapshot))
     return {
         "project": project,
         "projects": dict(sorted(projects.items())),

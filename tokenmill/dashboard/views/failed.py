@@ -9,46 +9,63 @@ from tokenmill.dashboard.failures.groups import Remedy
 from tokenmill.dashboard.seen.watcher import MAX_QUEUES
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, with_failed
 
-#: Seconds for which a request reads errors that are not known yet.
+#: The seconds for which a request reads errors that are not known yet.
 READ_S = 0.08
 #: The most groups that are shown.
 MAX_GROUPS = 100
+#: The most characters of the text by which errors are filtered.
+MAX_TEXT_CHARS = 200
 
 
 def failed(site: Site, request: Request) -> dict[str, Any]:
-    """Show the failed jobs by cause. Parameters: queue, group (all by default), text (of an error), page."""
-    # Runs and workers are not shown here, so they are not looked at.
+    """Read the failed jobs by their cause. Parameters: queue, group (all by default), text (of an error), page."""
+    # The page shows neither runs nor workers, so it counts the queues itself instead of using the watcher.
     queues = count_queues(site.connection, queue_names(site.connection)[:MAX_QUEUES])
-    counts = {each.name: each.counts["failed"] for each in queues}
+    num_failed = {counted.name: counted.counts["failed"] for counted in queues}
     queue = request.query_params.get("queue", "")
-    group = request.query_params.get("group", "")
-    text = request.query_params.get("text", "")[:200]
-    if queue and queue not in counts:
+    group_key = request.query_params.get("group", "")
+    text = request.query_params.get("text", "")[:MAX_TEXT_CHARS]
+    if queue and queue not in num_failed:
         raise Missing("There is no queue of this name.")
 
     index = site.failures
     index.advance(with_failed(queues), READ_S)
     groups = index.groups(queue, text)
-    shown = [each for each in groups if each.cause.key == group] if group else groups
-    cause = shown[0].cause if group and shown else None
-    num_jobs = sum(each.num_jobs for each in shown)
-    page = Page.asked(request, "page", num_jobs)
-    keys = {each.cause.key for each in shown} if group or text else None
-    chosen = index.newest(page.first, PAGE_ROWS, queue, keys)
-    total = counts[queue] if queue else sum(counts.values())
+    chosen_groups = groups
+    cause = None
+    if group_key:
+        chosen_groups = [group for group in groups if group.cause.key == group_key]
+        if chosen_groups:
+            cause = chosen_groups[0].cause
+
+    num_jobs = 0
+    num_wrong = 0
+    has_stopped = False
+    for group in chosen_groups:
+        num_jobs += group.num_jobs
+        if group.cause.remedy is Remedy.CLIENT:
+            num_wrong += group.num_jobs
+        if group.cause.remedy is Remedy.CANCELLED:
+            has_stopped = True
+
+    page = Page.requested(request, "page", num_jobs)
+    keys = None
+    if group_key or text:
+        keys = {group.cause.key for group in chosen_groups}
+    jobs = index.newest(page.first, PAGE_ROWS, queue, keys)
     return {
-        "queues": {name: count for name, count in counts.items() if count or name == queue},
+        "queues": {name: count for name, count in num_failed.items() if count or name == queue},
         "queue": queue,
-        "group": group,
+        "group": group_key,
         "cause": cause,
         "text": text,
         "groups": groups[:MAX_GROUPS],
         "num_groups": len(groups),
-        "jobs": site.failed_rows.read(chosen),
+        "jobs": site.failed_rows.read(jobs),
         "num_jobs": num_jobs,
-        "total": total,
-        "num_wrong": sum(each.num_jobs for each in shown if each.cause.remedy is Remedy.CLIENT),
-        "has_stopped": any(each.cause.remedy is Remedy.CANCELLED for each in shown),
+        "total": num_failed[queue] if queue else sum(num_failed.values()),
+        "num_wrong": num_wrong,
+        "has_stopped": has_stopped,
         "is_whole": index.is_whole,
         "num_known": index.num_jobs,
         "wrong": Remedy.CLIENT,

@@ -13,20 +13,26 @@ from tokenmill.dashboard.views.site import Missing, Site
 
 
 def job(site: Site, request: Request) -> dict[str, Any]:
-    """Show one job."""
+    """Read one job."""
     job_id = request.path_params["job_id"]
-    found = read_job(site.connection, job_id, with_arguments=site.show_prompts)
-    if found is None:
+    seen = read_job(site.connection, job_id, with_arguments=site.show_prompts)
+    if seen is None:
         raise Missing("Redis does not know this job: it has expired, or was deleted.")
-    run, _, rest = job_id.partition("-")
-    is_of_run = is_run_id(run) and (rest == "plan" or rest[:1].isdigit())
-    is_stopped = found.texts.get("status") == "stopped"
+    is_stopped = seen.texts.get("status") == "stopped"
+    run = _run_of(job_id)
     return {
-        "job": found,
-        "remedy": cause_of(found.whole_error, is_stopped=is_stopped).remedy,
+        "job": seen,
+        "remedy": cause_of(seen.whole_error, is_stopped=is_stopped).remedy,
         "wrong": Remedy.CLIENT,
         "shown_id": safe_name(job_id),
         "show_prompts": site.show_prompts,
-        "owner": submitted_by(site.connection, run) if is_of_run else found.producer,
-        "run": run if is_of_run else None,
+        "owner": seen.producer if run is None else submitted_by(site.connection, run),
+        "run": run,
     }
+
+
+def _run_of(job_id: str) -> str | None:
+    """Return the id of the run whose planning job or shard a job is; None for any other job."""
+    run, _, suffix = job_id.partition("-")
+    is_of_run = is_run_id(run) and (suffix == "plan" or suffix[:1].isdigit())
+    return run if is_of_run else None

@@ -1,4 +1,4 @@
-"""The page with everything at a glance."""
+"""The first page: queues, runs, workers and failed jobs at a glance."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ MAX_RUNS = 12
 
 
 def overview(site: Site, request: Request) -> dict[str, Any]:
-    """Show everything at a glance. Parameters: workers (page of the workers' table)."""
+    """Read what the first page shows. Parameters: workers (the page of the workers' table)."""
     look = site.watcher.look()
-    page = Page.asked(request, "workers", len(look.workers))
+    page = Page.requested(request, "workers", len(look.workers))
     return {
         "look": look,
         "failed": site.watcher.newest_failed(),

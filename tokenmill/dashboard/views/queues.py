@@ -11,33 +11,37 @@ from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, if_al
 
 
 def queues(site: Site, request: Request) -> dict[str, Any]:
-    """List the queues, the busiest first. Parameters: page."""
+    """Read the queues, the busiest first. Parameters: page."""
     look = site.watcher.look()
-    page = Page.asked(request, "page", len(look.queues))
-    listened: dict[str, int] = {}
+    page = Page.requested(request, "page", len(look.queues))
+    # By queue: the workers that serve it and are not silent.
+    num_workers: dict[str, int] = {}
     for worker in look.workers:
         for name in worker.serves:
-            listened[name] = listened.get(name, 0) + (not worker.is_silent)
+            num_workers.setdefault(name, 0)
+            if not worker.is_silent:
+                num_workers[name] += 1
     return {
         "look": look,
         "queues": look.queues[page.first : page.first + PAGE_ROWS],
-        "listened": listened,
+        "listened": num_workers,
         "page": page,
     }
 
 
 def queue(site: Site, request: Request) -> dict[str, Any]:
-    """Show one queue. Parameters: place (one of PLACES, waiting by default), page."""
+    """Read one queue. Parameters: place (one of PLACES, "waiting" by default), page."""
     name = request.path_params["queue"]
     look = site.watcher.look()
-    counted = count_queues(site.connection, [name])[0]
-    if name not in [each.name for each in look.queues] and not any(counted.counts.values()):
+    [counted] = count_queues(site.connection, [name])
+    is_listed = any(row.name == name for row in look.queues)
+    if not is_listed and not any(counted.counts.values()):
         raise Missing("There is no queue of this name.")
     place = request.query_params.get("place", "waiting")
     if place not in PLACES:
         raise Missing("A queue has no such place for jobs.")
     total = counted.counts[place]
-    page = Page.asked(request, "page", total)
+    page = Page.requested(request, "page", total)
     return {
         "queue": counted,
         "queue_name": name,

@@ -11,27 +11,27 @@ from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, left_text, needs, obstacles
 from tokenmill.dashboard import display
-from tokenmill.dashboard.seen.run_asked import read_asked
+from tokenmill.dashboard.seen.run_asked import read_arguments
 from tokenmill.dashboard.seen.runs_seen import MAX_RUNS
 from tokenmill.dashboard.seen.shards_seen import list_shards
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
 
-#: Shards of a run on one page.
+#: The shards of a run on one page of their table.
 PAGE_SHARDS = 100
 
 
 def time_left(run: RunSnapshot) -> str:
-    """Say how long a run goes on, as `tokenmill status` does; a dash if nobody knows."""
+    """Return how long a run is expected to go on, as `tokenmill status` prints it; a dash if that is not known."""
     return left_text(run) or display.NOTHING
 
 
 def running_first(runs: Iterable[RunSnapshot]) -> list[RunSnapshot]:
-    """Return runs with those on top on which somebody works, else in the given order."""
+    """Return the active runs, and then all others, each in the given order."""
     return sorted(runs, key=lambda run: not run.is_active)
 
 
 def why(run: RunSnapshot) -> str:
-    """Say why a run is in its state or does not go on; "" if there is nothing to say."""
+    """Return why a run is in its state, or what it waits for; "" if there is nothing to say."""
     if run.plan_error is not None and not run.finished and not run.cancelled:
         return f"planning failed: {run.plan_error}"
     if run.stopped is not None:
@@ -41,18 +41,20 @@ def why(run: RunSnapshot) -> str:
     if run.shards_failed:
         return f"{run.shards_failed:,} of its shards failed"
     unmet = needs(run)
-    return f"waits: {safe_name(unmet[0], 500)}" if unmet else ""
+    if not unmet:
+        return ""
+    return f"waits: {safe_name(unmet[0], 500)}"
 
 
 def runs(site: Site, request: Request) -> dict[str, Any]:
-    """List the runs that were submitted last. Parameters: state (any by default), page."""
+    """Read the runs that were submitted last. Parameters: state (any by default), page."""
     snapshots = running_first(site.runs.newest())
     state = request.query_params.get("state", "")
     counts = dict.fromkeys(STATES, 0)
     for snapshot in snapshots:
         counts[snapshot.state] += 1
     chosen = [snapshot for snapshot in snapshots if state in ("", snapshot.state)]
-    page = Page.asked(request, "page", len(chosen))
+    page = Page.requested(request, "page", len(chosen))
     return {
         "runs": chosen[page.first : page.first + PAGE_ROWS],
         "state": state,
@@ -64,25 +66,27 @@ def runs(site: Site, request: Request) -> dict[str, Any]:
 
 
 def run(site: Site, request: Request) -> dict[str, Any]:
-    """Show one run. Parameters: shards (page of the shards' table)."""
+    """Read one run. Parameters: shards (the page of the shards' table)."""
     connection = site.connection
     name = request.path_params["run"]
     if not is_run_id(name):
         raise Missing("A run's id has another form.")
     try:
         snapshot = read_planned(connection, name)
-        total = snapshot.shards or 0
-        page = Page.asked(request, "shards", total, PAGE_SHARDS)
-        shards = list_shards(connection, snapshot.run, page.first, PAGE_SHARDS) if total else []
+        num_shards = snapshot.shards or 0
+        page = Page.requested(request, "shards", num_shards, PAGE_SHARDS)
+        shards = []
+        if num_shards:
+            shards = list_shards(connection, snapshot.run, page.first, PAGE_SHARDS)
         waits = obstacles(connection, snapshot)
     except UnknownRun:
         raise Missing("Redis does not know this run, or no longer.") from None
     return {
         "run": snapshot,
-        "asked": read_asked(connection, snapshot, with_prompts=site.show_prompts),
+        "asked": read_arguments(connection, snapshot, with_prompts=site.show_prompts),
         "show_prompts": site.show_prompts,
         "reasons": run_reasons(connection, snapshot.run),
-        "waits": [safe_name(each, 500) for each in waits],
+        "waits": [safe_name(text, 500) for text in waits],
         "shards": shards,
         "shards_page": page,
     }

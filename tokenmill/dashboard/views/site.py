@@ -1,5 +1,6 @@
-"""What the functions of pages work with, and how long tables are cut into pages."""
+"""What the functions of all pages share."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,32 +15,31 @@ from tokenmill.dashboard.failures.rows import FailedRows
 from tokenmill.dashboard.seen.runs_seen import RunsSeen
 from tokenmill.dashboard.seen.watcher import Watcher
 
-#: Rows of a table on one page.
+#: The rows of a table on one page.
 PAGE_ROWS = 50
-
-
-class Missing(Exception):
-    """There is no such thing to be shown; its text says what."""
-
 
 T = TypeVar("T")
 
 
+class Missing(Exception):
+    """Raised if what a page should show does not exist. The text says so to a person."""
+
+
+class Moved(Exception):
+    """Raised if the browser should go to another page. The text is that page's path."""
+
+
 def if_allowed(read: Callable[[], T], otherwise: T) -> T:
-    """Return what is read, or something else if Redis' rules keep it from this user, such as a producer's."""
+    """Return the result of `read`, or `otherwise` if Redis does not let this user read it."""
     try:
         return read()
     except NoPermissionError:
         return otherwise
 
 
-class Moved(Exception):
-    """What was asked for stands at another path, which is its text."""
-
-
 @dataclass(frozen=True)
 class Site:
-    """What pages are made of. show_prompts: whether jobs' arguments are shown."""
+    """The sources of what pages show. show_prompts: whether the arguments of jobs are shown."""
 
     watcher: Watcher
     failures: FailureIndex
@@ -49,26 +49,37 @@ class Site:
 
     @property
     def connection(self) -> Redis:
-        """Return the client of Redis."""
+        """Return the Redis client."""
         return self.watcher.connection
 
 
 @dataclass(frozen=True)
 class Page:
-    """One page of a long table. first: the place of its first row. number: from 1 on. count: how many there are."""
+    """One page of a long table.
+
+    first: the index of the page's first row. number: the page's number, from 1 on. count: the number of pages.
+    """
 
     first: int
     number: int
     count: int
 
     @classmethod
-    def asked(cls, request: Request, name: str, num_rows: int, rows: int = PAGE_ROWS) -> "Page":
-        """Return the page that a parameter asks for, within what there is. name: the parameter's."""
-        count = max(1, -(-num_rows // rows))
-        text = request.query_params.get(name, "1")
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 1
+    def requested(
+        cls, request: Request, parameter: str, num_rows: int, page_rows: int = PAGE_ROWS
+    ) -> "Page":
+        """Return the page whose number a parameter of the request has.
+
+        A number beyond the last page stands for the last page, and a text that is no number for the first one.
+        num_rows: the rows of the whole table.
+        """
+        count = max(1, math.ceil(num_rows / page_rows))
+        number = 1
+        text = request.query_params.get(parameter, "1")
+        if text.isascii() and text.isdigit() and len(text) < 9:
+            number = int(text)
         number = max(1, min(number, count))
-        return cls((number - 1) * rows, number, count)
+        return cls(first=(number - 1) * page_rows, number=number, count=count)
 
 
 def with_failed(queues: Sequence[QueueCounts]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Names every page by its path and its template."""
+"""Lists the pages by their paths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,15 +16,16 @@ from tokenmill.dashboard.views.search import search
 from tokenmill.dashboard.views.site import Missing, Site
 from tokenmill.dashboard.views.workers import worker, workers
 
+#: The function of a page. It returns the values for the page's template. It may raise Missing, Moved and RedisError.
 View = Callable[[Site, Request], dict[str, Any]]
 
 
 def missing(site: Site, request: Request) -> dict[str, Any]:
-    """Answer for all paths that are no page of ours."""
+    """Raise Missing, for any path that is no page."""
     raise Missing("There is no such page.")
 
 
-#: Path -> the page's function, whose name is that of its template.
+#: By path: the page's function. The page's template has the same name.
 PAGES: Mapping[str, View] = {
     "/": overview,
     "/failed": failed,

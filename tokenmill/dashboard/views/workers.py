@@ -10,14 +10,14 @@ from jobs.common.worker_deaths import WorkerDeath, read_deaths
 from tokenmill.dashboard.history.marks import last_end
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, if_allowed
 
-#: The most deaths that a page names.
+#: The most deaths that a page shows.
 MAX_DEATHS = 20
 
 
 def workers(site: Site, request: Request) -> dict[str, Any]:
-    """List the workers, those in trouble first. Parameters: page."""
+    """Read the workers: silent ones first, then draining ones. Parameters: page."""
     look = site.watcher.look()
-    page = Page.asked(request, "page", len(look.workers))
+    page = Page.requested(request, "page", len(look.workers))
     return {
         "look": look,
         "workers": look.workers[page.first : page.first + PAGE_ROWS],
@@ -28,22 +28,22 @@ def workers(site: Site, request: Request) -> dict[str, Any]:
 
 
 def worker(site: Site, request: Request) -> dict[str, Any]:
-    """Show one worker."""
+    """Read one worker. `worker` is None if the worker is not registered any more."""
     name = request.path_params["worker"]
-    rows = [row for row in site.watcher.look().workers if row.name == name]
+    row = None
+    for listed in site.watcher.look().workers:
+        if listed.name == name:
+            row = listed
+            break
     deaths = [death for death in _deaths(site) if death.worker == safe_name(name)]
     end = None
-    if not rows:
+    if row is None:
         end = if_allowed(lambda: last_end(site.connection, name, site.watcher.clock()), None)
-    if not rows and not deaths and end is None:
-        raise Missing("Redis does not know this worker: it has ended, or died long ago.")
-    return {
-        "worker": rows[0] if rows else None,
-        "worker_name": name,
-        "end": end,
-        "deaths": deaths[:MAX_DEATHS],
-    }
+        if end is None and not deaths:
+            raise Missing("Redis does not know this worker: it has ended, or died long ago.")
+    return {"worker": row, "worker_name": name, "end": end, "deaths": deaths[:MAX_DEATHS]}
 
 
 def _deaths(site: Site) -> list[WorkerDeath]:
+    """Return the recorded deaths of workers; [] if Redis does not let this user read them."""
     return if_allowed(lambda: read_deaths(site.connection), [])

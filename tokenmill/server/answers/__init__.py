@@ -1,1 +1,1 @@
-"""Calls that are answered at once: the jobs behind them, and their streams."""
+"""Calls that are answered over the open connection: their jobs, and the streams of their answers."""

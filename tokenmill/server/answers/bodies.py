@@ -16,7 +16,7 @@ from tokenmill.server.errors import ApiError
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path that a job answers. needed: the arguments that a body must have."""
+    """A path whose calls are answered by jobs. function: the job's. needed: the arguments that a body must have."""
 
     function: str
     needed: tuple[str, ...]
@@ -30,17 +30,18 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/classify": Endpoint("jobs.classify_text", ("input",)),
 }
 
-#: The job of `/v1/classify` if the body has labels. Without labels the model's head gives its own classes.
+#: The endpoint of `/v1/classify` for a body with labels. Without labels, the classes are those of the model's head.
 _LABELLED = Endpoint("jobs.classify", ("labels",))
 
 
 @dataclass(frozen=True)
 class Call:
-    """A job that is to be enqueued.
+    """The job of a request, before it is enqueued.
 
-    model: the name of the model that is asked for; None for any. is_streamed: whether the answer is sent as it grows.
-    has_growing_text: whether each text so far is a beginning of the final one. with_usage: whether a stream ends with
-    the counts of tokens. on_enqueued: called once Redis has the job. producer: whose job it is, as an operator sees it.
+    model: the name of the requested model; None for any. is_streamed: whether the answer is sent as events.
+    has_growing_text: whether the text can be sent as it grows, because every part of it belongs to the final text.
+    with_usage: whether a stream ends with the counts of tokens. on_enqueued: called once the job is in Redis.
+    producer: the name under which operators see the job.
     """
 
     function: str
@@ -53,13 +54,13 @@ class Call:
     producer: str = ""
 
     def let_arguments_go(self) -> None:
-        """Drop what is in Redis now: a call that waits for its answer holds no body."""
+        """Free the memory of the arguments, which are in Redis now, and call `on_enqueued`."""
         self.arguments.clear()
         self.on_enqueued()
 
 
 def call_of(path: str, body: Any) -> Call:
-    """Return the job that a body asks for. Raises ApiError for one that no worker could answer."""
+    """Return the call that a body makes. Raises ApiError for a body that no worker can answer. path: of ENDPOINTS."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object")
     endpoint = ENDPOINTS[path]
@@ -73,67 +74,78 @@ def call_of(path: str, body: Any) -> Call:
                 code="missing_required_parameter",
                 param=name,
             )
-    body, is_streamed, with_usage = _without_stream(path, body)
-    _refuse_paths([body.get("messages"), body.get("prompt")])
+    stream = _stream_options(path, body)
+    arguments = dict(body)
+    arguments.pop("stream", None)
+    arguments.pop("stream_options", None)
+    _refuse_paths([arguments.get("messages"), arguments.get("prompt")])
     try:
-        refuse_template(body)
-        task_of(endpoint.function, (), body)
+        refuse_template(arguments)
+        task_of(endpoint.function, (), arguments)
     except InvalidJob as error:
         message = message_of(error)
-        param = message.split(" ", 1)[0]
-        raise ApiError(400, message, param=param if param in body else None) from None
-    model = body.get("model")
+        first_word = message.split(" ", 1)[0]
+        param = first_word if first_word in arguments else None
+        raise ApiError(400, message, param=param) from None
+    model = arguments.get("model")
     return Call(
         endpoint.function,
-        body,
+        arguments,
         model if isinstance(model, str) else None,
-        is_streamed=is_streamed,
-        has_growing_text=is_streamed and _has_growing_text(body),
-        with_usage=with_usage,
+        is_streamed=stream.is_streamed,
+        has_growing_text=stream.is_streamed and _has_growing_text(arguments),
+        with_usage=stream.with_usage,
     )
 
 
 #: Paths whose answers may be streamed.
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
-#: Arguments with which a prompt may be asked again, or an answer is made of several texts.
+#: Arguments with which a prompt may be run again, or the answer may be put together from several texts.
 _NOT_GROWING = ("check", "continue_on_length", "agree", "tool", "echo")
 
 
-def _without_stream(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
-    """Return a body without its options of streams, whether it asks for a stream, and whether for usage.
+@dataclass(frozen=True)
+class _StreamOptions:
+    """The options of a body that are about streams. with_usage: whether a stream ends with the counts of tokens."""
 
-    Raises ApiError.
-    """
-    other_values = dict(body)
-    stream = other_values.pop("stream", None)
-    options = other_values.pop("stream_options", None)
+    is_streamed: bool = False
+    with_usage: bool = False
+
+
+def _stream_options(path: str, body: Mapping[str, Any]) -> _StreamOptions:
+    """Return the stream options of a body. Raises ApiError for wrong ones."""
+    stream = body.get("stream")
+    options = body.get("stream_options")
     if stream not in (None, True, False):
         raise ApiError(400, "stream is neither true nor false", param="stream")
     if not stream:
         if options is not None:
             raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-        return other_values, False, False
+        return _StreamOptions()
     if path not in _STREAMED:
         raise ApiError(400, f"{path} does not stream: leave stream out", param="stream")
     if options is None:
         options = {}
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options has include_usage alone", param="stream_options")
-    return other_values, True, bool(options.get("include_usage"))
+    return _StreamOptions(is_streamed=True, with_usage=bool(options.get("include_usage")))
 
 
-def _has_growing_text(body: Mapping[str, Any]) -> bool:
-    """Whether one prompt is asked exactly once."""
-    if any(body.get(name) for name in _NOT_GROWING):
+def _has_growing_text(arguments: Mapping[str, Any]) -> bool:
+    """Whether there is one prompt, which is run exactly once."""
+    if any(arguments.get(name) for name in _NOT_GROWING):
         return False
-    prompt = body.get("prompt")
-    return not isinstance(prompt, list) or (bool(prompt) and isinstance(prompt[0], int))
+    prompt = arguments.get("prompt")
+    if not isinstance(prompt, list):
+        return True
+    # A list of numbers is one prompt of token ids.
+    return bool(prompt) and isinstance(prompt[0], int)
 
 
 def _refuse_paths(value: object) -> None:
-    """Raise ApiError for a picture that is named by a path: a worker would read it from its disk.
+    """Raise ApiError if a value names a picture by a path or a web address. A worker would open such a path.
 
-    A job's producer may name files of the data roots; a client of this server may not.
+    Producers of jobs may name files in the workers' data folders. Clients of this server may not.
     """
     values = [value]
     while values:

@@ -1,13 +1,13 @@
-"""Puts jobs on the queue of prompts, and waits for their results."""
+"""Enqueues the jobs of calls, and waits for their results."""
 
 import asyncio
-import json
 import logging
 from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -29,24 +29,28 @@ from tokenmill.serving import REDIS_TIMEOUT_S
 
 logger = logging.getLogger("tokenmill")
 
-#: How long a result is kept for the server to read it.
+#: The seconds for which Redis holds a result, so that the server can read it.
 RESULT_TTL_S = 300
-#: How long one is kept for further requests with the same Idempotency-Key.
+#: The seconds for which Redis holds the result of a request with an Idempotency-Key, for later requests with that key.
 KEPT_RESULT_TTL_S = KEPT_S + RESULT_TTL_S
-#: How long a read of results waits for one. Jobs that are enqueued meanwhile join the next read.
+#: The most milliseconds for which a read waits for results. Jobs that are enqueued meanwhile join the next read.
 READ_MS = 20
-#: A read of many keys costs Redis and this process much, so it waits until more has come of them.
+#: The pause before each read, in seconds for each key that it names. A read of many keys is costly, so it is made
+#: rarely, when there is more to read.
 PAUSE_S_OF_KEY = 10e-6
 #: The most pieces of a text that are read at once.
 MAX_PIECES = 1000
-#: Seconds between two looks at whether the awaited jobs are still there.
+#: The seconds between two checks whether the awaited jobs still exist.
 LOOK_S = 1.0
-#: The statuses of jobs that end without a result.
+#: The statuses of jobs that have ended without a result.
 _OVER = (JobStatus.CANCELED, JobStatus.STOPPED)
 
 
 class TextPiece(NamedTuple):
-    """A piece of a sample's text; see worker.store.records.text_piece."""
+    """A piece of a sample's text, as workers write it (see worker.store.records.text_piece).
+
+    part: "text" or "reasoning". offset: where in the text of that part the piece begins.
+    """
 
     sample: int
     part: str
@@ -54,18 +58,17 @@ class TextPiece(NamedTuple):
     text: str
 
     def follows(self, other: "TextPiece") -> bool:
-        """Whether the text goes on where another piece ends."""
-        is_same = (self.sample, self.part) == (other.sample, other.part)
-        return is_same and self.offset == other.offset + len(other.text)
+        """Whether this piece begins where another piece of the same text ends."""
+        is_same_text = self.sample == other.sample and self.part == other.part
+        return is_same_text and self.offset == other.offset + len(other.text)
 
 
 @dataclass(eq=False)
 class _Awaited:
-    """A request that awaits the answer of a job. Requests with one Idempotency-Key await the same job.
+    """A request that awaits the result of a job. Several requests with the same Idempotency-Key await the same job.
 
-    ended: gets the entry of its result. is_followed: whether its text is read as it grows. pieces: the pieces that were
-    read and not taken yet. last_id: the id of the last piece that was read. changed: set when a piece or the result
-    comes.
+    ended: a future of the result's entry. is_followed: whether pieces of the text are read. pieces: pieces that were
+    read and not taken yet. last_id: the id of the last read piece. changed: set when a piece or the result comes.
     """
 
     ended: asyncio.Future[Mapping[bytes, bytes]]
@@ -75,7 +78,10 @@ class _Awaited:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take_pieces(self) -> list[TextPiece]:
-        """Return the pieces that wait. Those that follow each other are one: a client that is behind gets fewer."""
+        """Return the pieces that were not taken yet, and empty the list. Join pieces that follow each other.
+
+        So a client that reads slowly gets fewer and longer pieces.
+        """
         joined: list[TextPiece] = []
         for piece in self.pieces:
             last = joined[-1] if joined else None
@@ -88,7 +94,7 @@ class _Awaited:
 
 
 class JobsAsked:
-    """The jobs of this server that are not answered yet. timeout_s: how long a job may wait and run."""
+    """Enqueues jobs and reads their results, for all requests together. timeout_s: how long a job may wait and run."""
 
     def __init__(self, redis_url: str, connection: Redis, queue: str, timeout_s: int) -> None:
         self._connection = connection
@@ -102,36 +108,40 @@ class JobsAsked:
         self._reading: asyncio.Task[None] | None = None
 
     async def ask(self, made: Made, call: Call) -> bytes:
-        """Enqueue a job and return its value, as JSON.
+        """Enqueue a job, and return its value as JSON.
 
-        Raises ApiError for a job that fails or is cancelled, and RedisError. A job whose caller is cancelled is
-        cancelled too, unless it is kept for a later request.
+        If the caller is cancelled, so is the job, unless a later request may get its result (`made.is_kept`). Raises
+        RedisError, and ApiError if the job fails, is cancelled or takes too long.
         """
         async with self._enqueued(made, call) as awaited:
             await asyncio.wait({awaited.ended}, timeout=self._timeout_s)
             return _value_of(self._result_of(awaited))
 
     async def whole(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
-        """Enqueue a job; yield its value, as JSON. Raises as `ask`."""
+        """Enqueue a job, and yield its value as JSON. Raises what `ask` raises."""
         yield await self.ask(made, call)
 
     async def follow(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
-        """Enqueue a job; yield pieces of its text as they come, then its value, as JSON. Raises as `ask`."""
-        end_by = asyncio.get_running_loop().time() + self._timeout_s
+        """Enqueue a job, and yield pieces of its text as they come, and then its value as JSON.
+
+        Raises what `ask` raises.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
         async with self._enqueued(made, call, is_followed=True) as awaited:
             while not awaited.ended.done() or awaited.pieces:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout_at(end_by):
+                    async with asyncio.timeout_at(deadline):
                         await awaited.changed.wait()
                 awaited.changed.clear()
                 for piece in awaited.take_pieces():
                     yield piece
-                if asyncio.get_running_loop().time() >= end_by:
+                if loop.time() >= deadline:
                     break
             yield _value_of(self._result_of(awaited))
 
     def _result_of(self, awaited: _Awaited) -> Mapping[bytes, bytes]:
-        """Return the entry of a job's result. Raises ApiError if there is none yet, or what reading it raised."""
+        """Return the entry of a job's result. Raises ApiError if the job has not ended, or has no result."""
         if not awaited.ended.done():
             raise ApiError(
                 504, f"no answer within {self._timeout_s} s: ask for less, or raise --timeout"
@@ -142,9 +152,10 @@ class JobsAsked:
     async def _enqueued(
         self, made: Made, call: Call, *, is_followed: bool = False
     ) -> AsyncIterator[_Awaited]:
-        """Enqueue a job, and cancel it if the block ends before the job does.
+        """A context manager that enqueues a job, and cancels it if the block ends before the job.
 
-        A job that is kept goes on when its client leaves. If it is in Redis already, it is only awaited.
+        If `made.is_kept`, the job is enqueued only if an earlier request has not done so, and it goes on when its
+        client leaves.
         """
         awaited = _Awaited(asyncio.get_running_loop().create_future(), is_followed)
         awaited.ended.add_done_callback(lambda _: awaited.changed.set())
@@ -155,9 +166,9 @@ class JobsAsked:
             else:
                 await self._writes.send(partial(self._enqueue, made, call, is_followed))
             call.let_arguments_go()
-            # Only now, because an awaited job that is not in Redis counts as lost.
+            # Not earlier, because an awaited job that is not in Redis is taken for deleted.
             self._awaited.setdefault(made.id, []).append(awaited)
-            self._read_on()
+            self._ensure_reading()
             yield awaited
         except (asyncio.CancelledError, GeneratorExit):
             goes_on = made.is_kept
@@ -165,12 +176,12 @@ class JobsAsked:
         finally:
             self._leave(made.id, awaited)
             awaited.ended.cancel()  # changes nothing if the job has ended
-            is_open = awaited.ended.cancelled() or awaited.ended.exception() is not None
-            if is_open and not goes_on:
+            has_no_result = awaited.ended.cancelled() or awaited.ended.exception() is not None
+            if has_no_result and not goes_on:
                 await asyncio.shield(run_in_threadpool(self._cancel, made.id))
 
     def _leave(self, job_id: str, awaited: _Awaited) -> None:
-        """Await a job no longer."""
+        """Remove a request from those that await a job."""
         others = [other for other in self._awaited.get(job_id, ()) if other is not awaited]
         if others:
             self._awaited[job_id] = others
@@ -178,9 +189,10 @@ class JobsAsked:
             self._awaited.pop(job_id, None)
 
     def _cancel(self, job_id: str) -> None:
+        """Cancel a job. If Redis does not answer, log that: the job ends by its own time limit."""
         try:
             cancel_job(self._connection, job_id)
-        except RedisError as error:  # the job ends by its own time limit
+        except RedisError as error:
             logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
     def _enqueue_once(self, made: Made, call: Call, is_followed: bool) -> None:
@@ -195,65 +207,71 @@ class JobsAsked:
         transact(self._connection, enqueue, job_key)
 
     def _enqueue(self, made: Made, call: Call, is_followed: bool, pipe: Pipeline) -> None:
-        """Write the job and its fields in one transaction, so that no worker of another model takes it."""
+        """Add a job to a transaction, with its fields, so that only a worker of its model takes it."""
         job_id = made.id
         job = rq_jobs.prepared_job(
             call.function,
             kwargs=call.arguments,
             timeout=self._timeout_s,
-            ttl=self._timeout_s
-            + 1,  # a job that expires before the call looks as if it were deleted
+            # A second longer, because a job that expires before the call ends looks as if it were deleted.
+            ttl=self._timeout_s + 1,
             result_ttl=KEPT_RESULT_TTL_S if made.is_kept else RESULT_TTL_S,
             failure_ttl=RESULT_TTL_S,
             description=call.function,
             meta={"producer": call.producer},
             job_id=job_id,
         )
-        fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}
+        rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
+        fields: dict[Any, Any] = {}
+        if call.model is not None:
+            fields[MODEL_FIELD] = call.model
         if is_followed:
             fields[STREAM_FIELD] = "1"
-        rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
         if fields:
             pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
 
-    def _read_on(self) -> None:
-        """Start the reading of results, unless it goes on."""
+    def _ensure_reading(self) -> None:
+        """Start the task that reads results, unless it runs."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        looked_at = asyncio.get_running_loop().time()
-        while self._has_open:
+        """Read results until none is awaited. Look for lost jobs every LOOK_S."""
+        loop = asyncio.get_running_loop()
+        looked_at = loop.time()
+        while self._is_any_open():
             try:
                 await self._read_once()
-                now = asyncio.get_running_loop().time()
+                now = loop.time()
                 if now - looked_at >= LOOK_S:
                     looked_at = now
                     await self._look_for_lost()
             except RedisError:
-                await asyncio.sleep(LOOK_S)  # the server is away; results wait there
+                # Redis is away. Its results can be read once it is back.
+                await asyncio.sleep(LOOK_S)
 
-    @property
-    def _has_open(self) -> bool:
-        """Whether a result is awaited that has not come."""
-        return any(
-            not awaited.ended.done() for requests in self._awaited.values() for awaited in requests
-        )
+    def _is_any_open(self) -> bool:
+        """Whether any request awaits a result that has not come."""
+        requests = chain.from_iterable(self._awaited.values())
+        return any(not awaited.ended.done() for awaited in requests)
 
     async def _read_once(self) -> None:
-        """Read the results and pieces of all awaited jobs. If there are none, wait shortly for the first."""
+        """Read the new pieces and results of all awaited jobs. If there are none yet, wait for READ_MS at most."""
+        # By key of a Redis stream: the id of the entry after which to read.
         positions: dict[Any, Any] = {}
-        job_of: dict[bytes, str] = {}
+        job_ids_by_text_key: dict[bytes, str] = {}
         for job_id, requests in self._awaited.items():
-            waiting = [awaited for awaited in requests if not awaited.ended.done()]
-            if not waiting:
-                continue  # its pieces came before its result, or are in it
-            last_ids = [awaited.last_id for awaited in waiting if awaited.is_followed]
+            open_requests = [awaited for awaited in requests if not awaited.ended.done()]
+            if not open_requests:
+                # Its pieces were read before its result, or are part of the result.
+                continue
+            last_ids = [awaited.last_id for awaited in open_requests if awaited.is_followed]
             if last_ids:
                 key = text_stream_key(job_id)
                 positions[key] = min(last_ids, key=_order)
-                job_of[key.encode()] = job_id
+                job_ids_by_text_key[key.encode()] = job_id
             positions[rq_jobs.results_key(job_id)] = b"0"
+
         await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
@@ -261,17 +279,21 @@ class JobsAsked:
             if not await self._end_unreadable(list(positions)):
                 raise
             return
+
+        # A job writes its pieces before its result. So the pieces are handled before the results.
         for key, entries in replies:
-            if key in job_of:
-                self._take_pieces(job_of[key], entries)
-        # A result comes after the pieces that were written before it.
+            if key in job_ids_by_text_key:
+                self._take_pieces(job_ids_by_text_key[key], entries)
         for key, entries in replies:
-            if key not in job_of:
-                self._end(key.decode().rpartition(":")[2], entries[0][1])
+            if key not in job_ids_by_text_key:
+                job_id = key.decode().rpartition(":")[2]
+                _, result = entries[0]
+                self._end(job_id, result)
 
     def _take_pieces(
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
+        """Give the pieces of a job's text to the requests that follow it. entries: of the job's stream."""
         followers = [awaited for awaited in self._awaited.get(job_id, ()) if awaited.is_followed]
         for entry_id, fields in entries:
             try:
@@ -282,7 +304,7 @@ class JobsAsked:
                     fields[b"text"].decode(),
                 )
             except (KeyError, ValueError):
-                self._end_with(job_id, ApiError(500, "a piece of its text cannot be read"))
+                self._fail(job_id, ApiError(500, "a piece of its text cannot be read"))
                 return
             for awaited in followers:
                 if _order(awaited.last_id) < _order(entry_id):
@@ -291,62 +313,66 @@ class JobsAsked:
                     awaited.changed.set()
 
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
-        """End the jobs with a key that holds no stream; return whether there was one.
+        """Fail the jobs that have a key with a value of a wrong type. Return whether there were any.
 
-        Other programs may write such a key, and one read is made for all jobs.
+        Other programs may have written such a value. It makes the one read for all jobs fail.
         """
         pipe = self._reader.pipeline(transaction=False)
         for key in keys:
             pipe.type(key)
-        kinds = await pipe.execute()
-        unreadable = [
-            key for key, kind in zip(keys, kinds, strict=True) if kind not in (b"none", b"stream")
-        ]
-        for key in unreadable:
-            job_id = key.rpartition(":")[2]
-            self._end_with(job_id, ApiError(500, "its key in Redis holds another kind of value"))
-        return bool(unreadable)
+        types = await pipe.execute()
+        has_failed_any = False
+        for key, redis_type in zip(keys, types, strict=True):
+            if redis_type not in (b"none", b"stream"):
+                has_failed_any = True
+                job_id = key.rpartition(":")[2]
+                self._fail(job_id, ApiError(500, "its key in Redis holds another kind of value"))
+        return has_failed_any
 
     async def _look_for_lost(self) -> None:
-        """Fail the calls whose jobs were cancelled or deleted: they leave no result."""
+        """Fail the awaited jobs that were cancelled or deleted, because they leave no result."""
         job_ids = list(self._awaited)
         pipe = self._reader.pipeline(transaction=False)
         for job_id in job_ids:
             pipe.hget(rq_jobs.job_key(job_id), "status")
             pipe.exists(rq_jobs.results_key(job_id))
         replies = await pipe.execute()
-        for number, job_id in enumerate(job_ids):
-            status = rq_jobs.job_status(replies[2 * number])
-            has_result = replies[2 * number + 1]
+        raw_statuses = replies[0::2]
+        have_results = replies[1::2]
+        for job_id, raw_status, has_result in zip(job_ids, raw_statuses, have_results, strict=True):
+            status = rq_jobs.job_status(raw_status)
             if not has_result and (status is None or status in _OVER):
                 lost = ApiError(503, "the job was cancelled, or its queue was emptied: ask again")
-                self._end_with(job_id, lost)
+                self._fail(job_id, lost)
 
-    def _end(self, job_id: str, entry: Mapping[bytes, bytes]) -> None:
+    def _end(self, job_id: str, result: Mapping[bytes, bytes]) -> None:
+        """Give the result of a job to the requests that await it."""
         for awaited in self._awaited.get(job_id, ()):
             if not awaited.ended.done():
-                awaited.ended.set_result(entry)
+                awaited.ended.set_result(result)
 
-    def _end_with(self, job_id: str, error: ApiError) -> None:
+    def _fail(self, job_id: str, error: ApiError) -> None:
+        """Raise an error in the requests that await a job."""
         for awaited in self._awaited.get(job_id, ()):
             if not awaited.ended.done():
                 awaited.ended.set_exception(error)
 
     async def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and close the connection for reads."""
         if self._reading is not None:
             self._reading.cancel()
         await self._reader.aclose()
 
 
 def _order(entry_id: bytes) -> tuple[int, int]:
-    """Return the two numbers by which a stream's entries are in order."""
-    moment, _, number = entry_id.partition(b"-")
-    return int(moment), int(number or b"0")
+    """Return the two numbers of a stream entry's id, by which the entries are sorted."""
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number or b"0")
 
 
-def _value_of(entry: Mapping[bytes, bytes]) -> bytes:
-    """Return the JSON that a job returned. Raises ApiError if it failed."""
-    if rq_jobs.result_type(entry) is not ResultType.SUCCESSFUL:
-        raise job_error(rq_jobs.error_text(entry))
-    return b64decode(entry.get(b"return_value") or b"") or json.dumps(None).encode()
+def _value_of(result: Mapping[bytes, bytes]) -> bytes:
+    """Return the value of a job as JSON. Raises ApiError if the job failed. result: the entry of its result."""
+    if rq_jobs.result_type(result) is not ResultType.SUCCESSFUL:
+        raise job_error(rq_jobs.error_text(result))
+    value = b64decode(result.get(b"return_value") or b"")
+    return value or b"null"

@@ -12,14 +12,16 @@ _CHAT = "/v1/chat/completions"
 
 
 def response_call(body: Any) -> Call:
-    """Return the chat that a body asks for. Raises ApiError."""
+    """Return the call of a chat that a body of `/v1/responses` stands for. Raises ApiError."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object")
     try:
         chat = chat_of(body)
     except InvalidJob as error:
         message = message_of(error)
-        name = message.split(" ", 1)[0].split(".", 1)[0].strip("'")
+        # The message begins with the argument's name, as in "text.format is ...".
+        first_word = message.split(" ", 1)[0]
+        name = first_word.split(".", 1)[0].strip("'")
         raise ApiError(
             400,
             message,

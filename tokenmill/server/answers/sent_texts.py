@@ -1,4 +1,4 @@
-"""Remembers which texts of a streamed answer were sent, so that each character is sent once."""
+"""Remembers the texts of a streamed answer that were sent, so that each character is sent once."""
 
 import logging
 from dataclasses import dataclass, field
@@ -11,29 +11,35 @@ logger = logging.getLogger("tokenmill")
 
 @dataclass
 class SentTexts:
-    """The texts of one answer's samples that were sent, by sample and part. job_id: names it in the log."""
+    """The texts of one answer that were sent so far. job_id: for the log."""
 
     job_id: str
+    #: By sample and part.
     _texts: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def take(self, piece: TextPiece) -> str:
-        """Return what a piece adds to the text that was sent; "" for a known piece, and for one behind a gap.
+        """Return the text that a piece adds to what was sent, and count it as sent.
 
-        A worker that takes over a job sends its text from the beginning. The whole answer fills a gap.
+        Return "" for a piece that was sent: a worker that takes over a job writes the text from the beginning again.
+        Return "" as well if there is a gap before the piece. The whole answer fills the gap at the end.
         """
         key = (piece.sample, piece.part)
-        known = self._texts.get(key, "")
-        if not piece.offset <= len(known) < piece.offset + len(piece.text):
+        sent = self._texts.get(key, "")
+        if not piece.offset <= len(sent) < piece.offset + len(piece.text):
             return ""
-        new_text = piece.text[len(known) - piece.offset :]
-        self._texts[key] = known + new_text
+        num_known = len(sent) - piece.offset
+        new_text = piece.text[num_known:]
+        self._texts[key] = sent + new_text
         return new_text
 
     def rest(self, sample: int, part: str, whole: str) -> str:
-        """Return the part of the whole text that was not sent yet. Raises ApiError if the texts differ."""
-        known = self._texts.get((sample, part), "")
-        if not whole.startswith(known):
+        """Return the end of a whole text that was not sent yet, and count it as sent.
+
+        Raises ApiError if the text does not begin with what was sent.
+        """
+        sent = self._texts.get((sample, part), "")
+        if not whole.startswith(sent):
             logger.error("%s: the %s that was sent is not the answer's", self.job_id, part)
             raise ApiError(500, "the answer differs from the text that was sent: ask again")
         self._texts[sample, part] = whole
-        return whole[len(known) :]
+        return whole.removeprefix(sent)

@@ -1,4 +1,4 @@
-"""The files of a cancelled batch: the lines that were answered before, in the input's order."""
+"""Writes the output files of a cancelled batch: the lines that were answered before, in the order of the input."""
 
 from typing import TYPE_CHECKING
 
@@ -11,34 +11,37 @@ if TYPE_CHECKING:
 
 
 def write_answered_lines(folder: Folder, batch: str) -> set[str]:
-    """Write the output and the errors of a cancelled batch, unless they are there; return the names of the files.
+    """Write the files of a cancelled batch, unless they are there already. Return the names of the files.
 
-    A file without lines is left out. The run's parts no longer change, so two servers write the same. batch: the name
-    of the batch's folder. Raises OSError, StoreError, or PartDamaged.
+    A file that would have no lines is not written. batch: the name of the batch's folder. Raises OSError, StoreError or
+    PartDamaged.
     """
-    # Not before: it loads Arrow, which doubles a server's memory.
+    # Imported here because it loads Arrow, which doubles a server's memory.
     from jobs.parquet.outputs.read_back import FolderReader
 
     if folder.stat(f"{batch}/run/{PLAN}") is None:
         return set()
-    # Written last: with it the files are whole.
-    record = f"{batch}/{ANSWERED}/files.json"
-    known = read_json(folder, record)
-    if known is not None:
-        return set(known["files"])
+    # The record is written last: once it is there, so are the files.
+    record_name = f"{batch}/{ANSWERED}/files.json"
+    record = read_json(folder, record_name)
+    if record is not None:
+        return set(record["files"])
 
+    # The parts of a stopped run no longer change. So two servers that do this at once write the same files.
     run = FolderReader(folder.path(f"{batch}/run"))
-    files = [
-        name
-        for name in output_names(OPENAI_BATCH)
-        if _write(run, name, folder, f"{batch}/{ANSWERED}/{name}")
-    ]
-    write_json(folder, record, {"files": files})
-    return set(files)
+    written_names = []
+    for name in output_names(OPENAI_BATCH):
+        if _write_file(run, name, folder, f"{batch}/{ANSWERED}/{name}"):
+            written_names.append(name)
+    write_json(folder, record_name, {"files": written_names})
+    return set(written_names)
 
 
-def _write(run: "FolderReader", name: str, folder: Folder, target: str) -> bool:
-    """Write the lines of one of a batch's files; return whether there are any."""
+def _write_file(run: "FolderReader", name: str, folder: Folder, target: str) -> bool:
+    """Write one file of a batch, unless it would have no lines. Return whether it was written.
+
+    name: the file's name in the run's output. target: its name in the server's folder.
+    """
     draft = folder.create(target)
     try:
         has_lines = run.write_batch_lines(name, draft) > 0

@@ -1,10 +1,10 @@
-"""Batches of a project. Each is a run over an uploaded file, in a folder of its own.
+"""The batches of a project. Each batch is a run over an uploaded file, and has a folder of its own.
 
-    <project>/batches/<id>/batch.json     what was asked for
+    <project>/batches/<id>/batch.json     the request
     <project>/batches/<id>/run/           the run's output
     <project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
 
-The state of a batch is read from its run each time.
+The state of a batch is not stored: it is read from the run each time.
 """
 
 import logging
@@ -39,22 +39,28 @@ from tokenmill.server.errors import ApiError
 
 logger = logging.getLogger("tokenmill")
 
-#: What the lines of a batch may ask for.
+#: The endpoints that the lines of a batch may call.
 EMBEDDINGS = "/v1/embeddings"
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, "/v1/responses")
-#: The longest value, and the most entries, of `metadata`; OpenAI's.
-MAX_METADATA_CHARS, MAX_METADATA = 512, 16
-#: The most earlier batches whose answers a batch takes.
+#: OpenAI's limits: the most entries of `metadata`, and the most characters of a name or value.
+MAX_METADATA = 16
+MAX_METADATA_CHARS = 512
+#: The most earlier batches whose answers a batch reuses.
 MAX_REUSED = 20
-#: How compressed files begin.
+#: The first bytes of compressed files: gzip, Zstandard and bzip2.
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
 _HOUR_S = 3600
+_DAY_S = 24 * _HOUR_S
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a client asked for. Times are Unix seconds. input_path: where the file lies."""
+    """A client's request for a batch, as batch.json has it. Times are Unix seconds.
+
+    input_path: the path of the input file for workers. cancelling_at: when the client cancelled the batch.
+    reused: the outputs of earlier batches whose answers are reused.
+    """
 
     id: str
     input_file_id: str
@@ -69,11 +75,22 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a batch stands.
+class _BatchRequest:
+    """The checked body of a request for a batch. window_s: the completion window in seconds."""
 
-    status: OpenAI's state. total, done, failed: numbers of lines. reason: why it failed. began_at, ended_at: Unix
-    seconds. usage: the tokens of all finished lines.
+    endpoint: str
+    file_id: str
+    completion_window: str
+    window_s: int
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """The state of a batch.
+
+    status: OpenAI's word. total, done, failed: numbers of lines; failed lines are done too. reason: why the batch
+    failed. began_at, ended_at: Unix seconds. usage: the tokens of all finished lines.
     """
 
     status: str
@@ -86,22 +103,22 @@ class Standing:
     usage: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, snapshot: RunSnapshot) -> Self:
-        """Return how the batch of a run stands."""
+    def from_snapshot(cls, snapshot: RunSnapshot) -> Self:
+        """Return the state of the batch whose run has this snapshot."""
         return cls(
-            batch_status(snapshot),
-            snapshot.rows or 0,
-            snapshot.rows_done,
-            snapshot.errors,
-            snapshot.plan_error or snapshot.stopped or "its jobs have failed",
-            None if snapshot.began_at is None else int(snapshot.began_at),
-            None if snapshot.ended_at is None else int(snapshot.ended_at),
-            _usage(snapshot),
+            status=batch_status(snapshot),
+            total=snapshot.rows or 0,
+            done=snapshot.rows_done,
+            failed=snapshot.errors,
+            reason=snapshot.plan_error or snapshot.stopped or "its jobs have failed",
+            began_at=None if snapshot.began_at is None else int(snapshot.began_at),
+            ended_at=None if snapshot.ended_at is None else int(snapshot.ended_at),
+            usage=_usage(snapshot),
         )
 
 
 class Batches:
-    """Makes, reads and cancels batches. Its methods block, and are called in threads."""
+    """Makes, reads and cancels batches. Its methods block, and are called in threads. clock: Unix seconds."""
 
     def __init__(
         self,
@@ -117,41 +134,35 @@ class Batches:
         self._clock = clock
 
     def new_id(self) -> str:
-        """Return an id for a batch. It sorts behind those of all earlier batches."""
+        """Return an id for a batch. It sorts behind the ids of all earlier batches."""
         return new_id("batch_", self._clock())
 
     def create(
         self,
         project: str,
         body: Any,
-        max_open: int | None = None,
         *,
+        max_open: int | None = None,
         batch_id: str | None = None,
         admit: Callable[[str, IO[bytes], str], None] | None = None,
     ) -> dict[str, Any]:
-        """Make a batch of an uploaded file. max_open: how many open batches the project may have.
+        """Make a batch of an uploaded file, and return its OpenAI object.
 
-        batch_id: of `new_id`. If it has been made before, it is returned as it stands. admit: called with a new batch's
-        id, its lines and its endpoint; it may raise ApiError. Raises ApiError, RedisError, OSError, StoreError.
+        body: the request's. max_open: the most open batches that the project may have. batch_id: an id from `new_id`;
+        a batch that has this id already is returned as it is. admit: a function that is called with a new batch's id,
+        lines and endpoint, and may raise ApiError. Raises ApiError, RedisError, OSError and StoreError.
         """
         if batch_id is None:
             batch_id = self.new_id()
         known = self._find(project, batch_id)
         if known is not None:
-            return self._shown(project, known)
-        if not isinstance(body, dict):
-            raise ApiError(400, "the body is no JSON object")
-        endpoint = body.get("endpoint")
-        if endpoint not in BATCH_ENDPOINTS:
-            raise _wrong("endpoint", endpoint, " or ".join(BATCH_ENDPOINTS))
-        file_id = body.get("input_file_id")
-        if not isinstance(file_id, str):
-            raise _wrong("input_file_id", file_id, "the id of an uploaded file")
-        window_s = _window_s(body.get("completion_window"))
-        metadata = _metadata(body.get("metadata"))
-        file = self._files.find(project, file_id)
+            return self._object(project, known)
+        request = _checked_request(body)
+        file = self._files.find(project, request.file_id)
         if not file.bytes:
-            raise ApiError(400, f"{file_id} has no lines", code="empty_file", param="input_file_id")
+            raise ApiError(
+                400, f"{request.file_id} has no lines", code="empty_file", param="input_file_id"
+            )
 
         if max_open is not None:
             self._check_open(project, max_open)
@@ -159,44 +170,48 @@ class Batches:
             with self._folder.open(file.content) as lines:
                 _refuse_compressed(lines)
                 if admit is not None:
-                    admit(batch_id, lines, endpoint)
+                    admit(batch_id, lines, request.endpoint)
         except FileNotFoundError:  # it was deleted meanwhile
-            raise missing("file", file_id) from None
+            raise missing("file", request.file_id) from None
 
         reused: tuple[str, ...] = ()
-        if (metadata or {}).get("reuse") == "true":
+        if request.metadata is not None and request.metadata.get("reuse") == "true":
             reused = tuple(self._finished_runs(project))
-        now = self._clock()
+        now = int(self._clock())
         batch = Batch(
             id=batch_id,
             input_file_id=file.id,
             input_path=self._folder.path(file.content),
-            endpoint=endpoint,
-            completion_window=body["completion_window"],
-            created_at=int(now),
-            expires_at=int(now) + window_s,
-            metadata=metadata,
+            endpoint=request.endpoint,
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + request.window_s,
+            metadata=request.metadata,
             reused=reused,
         )
-        # The record comes first. If this server dies before it submits the run, the next look submits it.
+        # The record is written first. If this server dies before it submits the run, the next call that reads the
+        # batch's state submits it.
         self._write(project, batch)
         try:
             self._submit(project, batch)
         except JobsError as error:  # nothing was enqueued, and another try would fail too
-            self._folder.remove(f"{_name(project, batch.id)}/batch.json")
+            self._folder.remove(f"{_folder_name(project, batch.id)}/batch.json")
             raise ApiError(400, str(error)) from None
-        return self._shown(project, batch)
+        return self._object(project, batch)
 
     def is_open(self, project: str, batch_id: str) -> bool:
-        """Whether a project's batch has not ended."""
+        """Whether a project has a batch of this id that has not ended."""
         batch = self._find(project, batch_id)
         if batch is None:
             return False
-        return self._standing(project, batch).status in (*OPEN_STATUSES, "cancelling")
+        return self._state(project, batch).status in (*OPEN_STATUSES, "cancelling")
 
     def _check_open(self, project: str, max_open: int) -> None:
-        standings = [self._standing(project, batch) for batch in self._all(project)]
-        num_open = sum(standing.status in OPEN_STATUSES for standing in standings)
+        """Raise ApiError if a project has `max_open` open batches or more."""
+        num_open = 0
+        for batch in self._read_all(project):
+            if self._state(project, batch).status in OPEN_STATUSES:
+                num_open += 1
         if num_open >= max_open:
             raise ApiError(
                 429,
@@ -205,7 +220,7 @@ class Batches:
             )
 
     def _submit(self, project: str, batch: Batch) -> None:
-        """Submit a batch's run, or resume it, and record the batch. Raises JobsError."""
+        """Submit or resume a batch's run, and record the batch in Redis. Raises JobsError."""
         run = submit_run(
             self._connection,
             self._queue,
@@ -218,38 +233,44 @@ class Batches:
         record_batch(self._connection, record)
 
     def retrieve(self, project: str, batch_id: str) -> dict[str, Any]:
-        """Return how a batch stands. Raises ApiError if there is none."""
-        return self._shown(project, self._read(project, batch_id))
+        """Return the OpenAI object of a batch. Raises ApiError if there is no such batch."""
+        return self._object(project, self._read(project, batch_id))
 
     def page(
         self, project: str, after: str | None, limit: int
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Return a page of a project's batches, the latest first, and whether there are more. See page_of."""
-        batches, has_more = page_of(self._all(project), after, limit)
-        return [self._shown(project, batch) for batch in batches], has_more
+        """Return the OpenAI objects of a page of batches, the latest first, and whether there are more.
+
+        after, limit: see page_of.
+        """
+        batches, has_more = page_of(self._read_all(project), after, limit)
+        return [self._object(project, batch) for batch in batches], has_more
 
     def cancel(self, project: str, batch_id: str) -> dict[str, Any]:
-        """Cancel a batch; one that has ended stays as it is. Raises ApiError if there is none."""
+        """Cancel a batch, unless it has ended. Return its OpenAI object. Raises ApiError if there is no such batch."""
         batch = self._read(project, batch_id)
-        shown = self._shown(project, batch)
-        if shown["status"] in OPEN_STATUSES:
-            batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
-            self._write(project, batch)
-            # A run that Redis has lost counts as cancelled by the record alone.
-            try:
-                self._run(project, batch).cancel()
-            except UnknownRun:
-                pass
-            except RunResubmitted as error:
-                raise ApiError(409, str(error)) from None
-            shown = self._shown(project, batch)
-        return shown
+        api_object = self._object(project, batch)
+        if api_object["status"] not in OPEN_STATUSES:
+            return api_object
+
+        batch = replace(batch, cancelling_at=int(self._clock()))
+        self._write(project, batch)
+        try:
+            self._run(project, batch).cancel()
+        except UnknownRun:
+            # Redis has lost the run. The record's `cancelling_at` is enough: such a batch counts as cancelled.
+            pass
+        except RunResubmitted as error:
+            raise ApiError(409, str(error)) from None
+        return self._object(project, batch)
 
     def _find(self, project: str, batch_id: str) -> Batch | None:
-        record = read_json(self._folder, f"{_name(project, batch_id)}/batch.json")
+        """Return a project's batch; None if there is no such batch."""
+        record = read_json(self._folder, f"{_folder_name(project, batch_id)}/batch.json")
         return None if record is None else Batch(**record)
 
     def _read(self, project: str, batch_id: str) -> Batch:
+        """Return a project's batch. Raises ApiError if there is no such batch. batch_id: from a client."""
         check_id(batch_id, "batch")
         batch = self._find(project, batch_id)
         if batch is None:
@@ -257,52 +278,53 @@ class Batches:
         return batch
 
     def _write(self, project: str, batch: Batch) -> None:
-        write_json(self._folder, f"{_name(project, batch.id)}/batch.json", asdict(batch))
+        write_json(self._folder, f"{_folder_name(project, batch.id)}/batch.json", asdict(batch))
 
-    def _all(self, project: str) -> list[Batch]:
+    def _read_all(self, project: str) -> list[Batch]:
         """Return a project's batches, the latest first."""
         ids = self._folder.names(f"{project}/batches")
         ids.reverse()
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            found = list(readers.map(lambda batch_id: self._find(project, batch_id), ids))
-        return [batch for batch in found if batch is not None]
+            batches = list(readers.map(lambda batch_id: self._find(project, batch_id), ids))
+        return [batch for batch in batches if batch is not None]
 
     def _finished_runs(self, project: str) -> list[str]:
-        """Return the outputs of a project's finished batches, the latest first."""
-        runs = []
-        for batch in self._all(project):
-            run = f"{_name(project, batch.id)}/run"
-            if self._folder.stat(f"{run}/{MANIFEST}") is not None:
-                runs.append(self._folder.path(run))
-            if len(runs) == MAX_REUSED:
+        """Return the output paths of at most MAX_REUSED finished batches of a project, the latest first."""
+        outputs: list[str] = []
+        for batch in self._read_all(project):
+            if len(outputs) == MAX_REUSED:
                 break
-        return runs
+            output = f"{_folder_name(project, batch.id)}/run"
+            if self._folder.stat(f"{output}/{MANIFEST}") is not None:
+                outputs.append(self._folder.path(output))
+        return outputs
 
     def _run_arguments(self, project: str, batch: Batch) -> dict[str, Any]:
-        """Return the arguments that the id of a batch's run is made of."""
+        """Return the arguments of a batch's run from which the run's id is computed."""
         return {
             "input": [batch.input_path],
-            "output": self._folder.path(f"{_name(project, batch.id)}/run"),
+            "output": self._folder.path(f"{_folder_name(project, batch.id)}/run"),
             "input_format": OPENAI_BATCH,
-            "inline_pictures": True,  # a client of the server names no file on a worker's disk
+            "inline_pictures": True,  # a client may not name files on a worker's disk
             "batch_endpoint": batch.endpoint,
         }
 
     def _run(self, project: str, batch: Batch) -> Run:
+        """Return the run of a batch, whether or not Redis knows it."""
         arguments = self._run_arguments(project, batch)
-        run = RunSpec.from_arguments(**arguments).run
-        return Run(run, self._connection, arguments["output"])
+        run_id = RunSpec.from_arguments(**arguments).run
+        return Run(run_id, self._connection, arguments["output"])
 
-    def _ended(self, project: str, batch: Batch) -> Standing | None:
-        """Return how the batch stands by its run's folder, if the run has ended."""
-        run = f"{_name(project, batch.id)}/run"
-        if self._folder.stat(f"{run}/{SUCCESS}") is None:
+    def _state_in_folder(self, project: str, batch: Batch) -> BatchState | None:
+        """Return the state of a batch by the output of its run; None if the run has not ended."""
+        output = f"{_folder_name(project, batch.id)}/run"
+        if self._folder.stat(f"{output}/{SUCCESS}") is None:
             return None
-        manifest = read_json(self._folder, f"{run}/{MANIFEST}")
+        manifest = read_json(self._folder, f"{output}/{MANIFEST}")
         if manifest is None or manifest["run"] != self._run(project, batch).id:
             return None
         status = "expired" if manifest["expired"] else "completed"
-        return Standing(
+        return BatchState(
             status,
             total=manifest["rows"],
             done=manifest["rows"],
@@ -311,100 +333,130 @@ class Batches:
             ended_at=int(manifest["ended_at"]),
         )
 
-    def _standing(self, project: str, batch: Batch) -> Standing:
-        """Read how the batch stands. One whose window has ended while no worker is alive is expired."""
-        standing = self._run_standing(project, batch)
-        is_late = standing.status in OPEN_STATUSES and self._clock() >= batch.expires_at
+    def _state(self, project: str, batch: Batch) -> BatchState:
+        """Return the state of a batch. It is expired if its window has ended and no worker is alive to end the run."""
+        state = self._run_state(project, batch)
+        is_late = state.status in OPEN_STATUSES and self._clock() >= batch.expires_at
         if is_late and not living_workers(self._connection, self._queue):
-            return replace(standing, status="expired")
-        return standing
+            return replace(state, status="expired")
+        return state
 
-    def _run_standing(self, project: str, batch: Batch) -> Standing:
-        """Read how the run stands, and submit one that Redis does not know."""
+    def _run_state(self, project: str, batch: Batch) -> BatchState:
+        """Return the state of a batch by its run. Submit the run if Redis does not know it and it has not ended."""
         run = self._run(project, batch)
         try:
-            standing = Standing.of(run.status())
+            state = BatchState.from_snapshot(run.status())
         except UnknownRun:
-            pass
-        else:
-            # A planning that goes on after Redis has lost the run does not know of the cancel, and fails.
-            has_lost_cancel = standing.status == "failed" and batch.cancelling_at is not None
-            return replace(standing, status="cancelled") if has_lost_cancel else standing
-        ended = self._ended(project, batch)
-        if ended is not None:  # Redis has forgotten the run, and the folder has it whole
-            return ended
+            return self._state_of_unknown_run(project, batch)
+        if state.status == "failed" and batch.cancelling_at is not None:
+            # Redis lost the run, and with it the cancel. So planning went on, and failed.
+            return replace(state, status="cancelled")
+        return state
+
+    def _state_of_unknown_run(self, project: str, batch: Batch) -> BatchState:
+        """Return the state of a batch whose run Redis does not know. Submit the run if it has not ended."""
+        final_state = self._state_in_folder(project, batch)
+        if final_state is not None:
+            return final_state
         if batch.cancelling_at is not None:
-            return Standing("cancelled")
-        # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
+            return BatchState("cancelled")
+        # Redis lost its data, or a server died before it submitted the run. The run keeps the parts that it has.
         try:
             self._submit(project, batch)
-            return Standing.of(run.status())
+            return BatchState.from_snapshot(self._run(project, batch).status())
         except JobsError as error:
-            return Standing("failed", reason=str(error))
+            return BatchState("failed", reason=str(error))
 
     def _answered_files(self, project: str, batch: Batch) -> set[str]:
-        """Return the names of a cancelled batch's files. It has none if its parts cannot be read, or the disk is full.
+        """Write the files of a cancelled batch, and return their names.
 
-        Other batches are listed with it, so that is no error.
+        Log a failure, and return no names: it must not spoil a list of batches.
         """
         try:
-            return write_answered_lines(self._folder, _name(project, batch.id))
+            return write_answered_lines(self._folder, _folder_name(project, batch.id))
         except (JobsError, OSError) as error:
             logger.warning("%s: its answered lines cannot be written: %s", batch.id, error)
             return set()
 
-    def _shown(self, project: str, batch: Batch) -> dict[str, Any]:
-        """Return OpenAI's object of a batch."""
-        standing = self._standing(project, batch)
-        status = standing.status
-        # Without an end its files are not written yet: no worker was alive when its window ended.
-        has_ended = status in ("completed", "expired") and standing.ended_at is not None
-        num_completed = max(0, standing.done - standing.failed)
+    def _object(self, project: str, batch: Batch) -> dict[str, Any]:
+        """Return the OpenAI object of a batch."""
+        state = self._state(project, batch)
+        is_failed = state.status == "failed"
+        is_expired = state.status == "expired"
+        is_cancelled = state.status == "cancelled"
+        # If no worker was alive when the window ended, the run has not ended yet, and its files are not written.
+        has_ended = state.status in ("completed", "expired") and state.ended_at is not None
+        num_completed = max(0, state.done - state.failed)
+
         has_output = has_ended and num_completed > 0
-        has_errors = has_ended and standing.failed > 0
-        if status == "cancelled":
-            written = self._answered_files(project, batch)
-            has_output = "output.jsonl" in written
-            has_errors = "errors.jsonl" in written
+        has_errors = has_ended and state.failed > 0
+        if is_cancelled:
+            file_names = self._answered_files(project, batch)
+            has_output = "output.jsonl" in file_names
+            has_errors = "errors.jsonl" in file_names
         file_id = batch.id.replace("batch_", "file-", 1)
-        reason = standing.reason.replace(batch.input_path, batch.input_file_id)
-        error = {"code": "batch_failed", "message": reason, "param": None, "line": None}
+
+        errors = None
+        if is_failed:
+            reason = state.reason.replace(batch.input_path, batch.input_file_id)
+            error = {"code": "batch_failed", "message": reason, "param": None, "line": None}
+            errors = {"object": "list", "data": [error]}
         return {
             "id": batch.id,
             "object": "batch",
             "endpoint": batch.endpoint,
-            "errors": {"object": "list", "data": [error]} if status == "failed" else None,
+            "errors": errors,
             "input_file_id": batch.input_file_id,
             "completion_window": batch.completion_window,
-            "status": status,
+            "status": state.status,
             "output_file_id": f"{file_id}-output" if has_output else None,
             "error_file_id": f"{file_id}-errors" if has_errors else None,
             "created_at": batch.created_at,
-            "in_progress_at": standing.began_at,
+            "in_progress_at": state.began_at,
             "expires_at": batch.expires_at,
-            "finalizing_at": standing.ended_at if has_ended else None,
-            "completed_at": standing.ended_at if status == "completed" else None,
-            "failed_at": standing.ended_at or batch.created_at if status == "failed" else None,
-            "expired_at": (standing.ended_at or batch.expires_at) if status == "expired" else None,
+            "finalizing_at": state.ended_at if has_ended else None,
+            "completed_at": state.ended_at if state.status == "completed" else None,
+            "failed_at": (state.ended_at or batch.created_at) if is_failed else None,
+            "expired_at": (state.ended_at or batch.expires_at) if is_expired else None,
             "cancelling_at": batch.cancelling_at,
-            "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
+            "cancelled_at": batch.cancelling_at if is_cancelled else None,
             "request_counts": {
-                "total": standing.total,
+                "total": state.total,
                 "completed": num_completed,
-                "failed": standing.failed,
+                "failed": state.failed,
             },
-            "usage": standing.usage,
+            "usage": state.usage,
             "metadata": None if batch.metadata is None else dict(batch.metadata),
         }
 
 
-def _name(project: str, batch_id: str) -> str:
-    """Return the name of a batch's folder within the server's."""
+def _folder_name(project: str, batch_id: str) -> str:
+    """Return the name of a batch's folder within the server's folder."""
     return f"{project}/batches/{batch_id}"
 
 
+def _checked_request(body: Any) -> _BatchRequest:
+    """Return what the body of a request asks for. Raises ApiError for a wrong body."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is no JSON object")
+    endpoint = body.get("endpoint")
+    if endpoint not in BATCH_ENDPOINTS:
+        raise _wrong("endpoint", endpoint, " or ".join(BATCH_ENDPOINTS))
+    file_id = body.get("input_file_id")
+    if not isinstance(file_id, str):
+        raise _wrong("input_file_id", file_id, "the id of an uploaded file")
+    window_s = _window_s(body.get("completion_window"))
+    return _BatchRequest(
+        endpoint=endpoint,
+        file_id=file_id,
+        completion_window=body["completion_window"],
+        window_s=window_s,
+        metadata=_metadata(body.get("metadata")),
+    )
+
+
 def _refuse_compressed(lines: IO[bytes]) -> None:
-    """Raise ApiError for a compressed file, which workers would unpack."""
+    """Raise ApiError if the input file is compressed. Workers would unpack it."""
     beginning = lines.read(4)
     lines.seek(0)
     if beginning.startswith(_COMPRESSED):
@@ -414,6 +466,7 @@ def _refuse_compressed(lines: IO[bytes]) -> None:
 
 
 def _usage(snapshot: RunSnapshot) -> dict[str, Any]:
+    """Return the OpenAI object of a batch's token usage."""
     return {
         "input_tokens": snapshot.prompt_tokens,
         "input_tokens_details": {"cached_tokens": snapshot.cached_tokens},
@@ -424,34 +477,34 @@ def _usage(snapshot: RunSnapshot) -> dict[str, Any]:
 
 
 def _window_s(value: object) -> int:
+    """Return the seconds of a `completion_window`. Raises ApiError for a wrong value."""
+    seconds = 0
     match = _WINDOW.fullmatch(value) if isinstance(value, str) else None
-    seconds = int(match[1]) * _HOUR_S * (24 if match[2] == "d" else 1) if match else 0
-    if not _HOUR_S <= seconds <= 7 * 24 * _HOUR_S:
+    if match is not None:
+        unit_s = _DAY_S if match[2] == "d" else _HOUR_S
+        seconds = int(match[1]) * unit_s
+    if not _HOUR_S <= seconds <= 7 * _DAY_S:
         raise _wrong("completion_window", value, 'from "1h" to "7d"')
     return seconds
 
 
 def _metadata(value: object) -> dict[str, str] | None:
+    """Return a request's `metadata`; None if it has none. Raises ApiError for a wrong value."""
     if value is None:
         return None
-    is_sound = (
-        isinstance(value, dict)
-        and len(value) <= MAX_METADATA
-        and all(
-            isinstance(text, str) and len(text) <= MAX_METADATA_CHARS
-            for entry in value.items()
-            for text in entry
-        )
+    problem = ApiError(
+        400,
+        f"metadata is no object of at most {MAX_METADATA} texts of {MAX_METADATA_CHARS} characters",
+        param="metadata",
     )
-    if not is_sound:
-        raise ApiError(
-            400,
-            f"metadata is no object of at most {MAX_METADATA} texts of {MAX_METADATA_CHARS} characters",
-            param="metadata",
-        )
-    assert isinstance(value, dict)
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise problem
+    for text in [*value.keys(), *value.values()]:
+        if not isinstance(text, str) or len(text) > MAX_METADATA_CHARS:
+            raise problem
     return value
 
 
 def _wrong(name: str, value: object, expected: str) -> ApiError:
+    """Return the error that a field of the request has a wrong value."""
     return ApiError(400, f"{name} is {str(value)[:80]!r}, expected {expected}", param=name)

@@ -21,16 +21,19 @@ from tokenmill.server.projects import Project
 from tokenmill.server.queued_tokens import BATCH_S, QueuedTokens, tokens_of_batch
 from tokenmill.server.request_bodies import Bodies
 
+#: The most bytes of an uploaded file.
 MAX_FILE_BYTES = 4 << 30
-#: OpenAI's limits: the entries of a page, and the seconds after which a file may expire.
+#: OpenAI's limits: the most entries of a page, and the entries of a page without the parameter `limit`.
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 MAX_PURPOSE_CHARS = 64
-MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
+#: OpenAI's limits: the seconds after which a file may expire.
+MIN_LIFE_S = 3600
+MAX_LIFE_S = 30 * 24 * 3600
 
 
 class BatchCalls:
-    """Answers calls of files and batches for the project of the request."""
+    """Answers the calls of files and batches. Each call is for the project of its request."""
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class BatchCalls:
         self._tokens = tokens
 
     async def upload(self, request: Request, project: Project) -> Response:
-        """Take a file in pieces."""
+        """Store the file of a multipart body as it comes. Respond with its OpenAI object."""
         max_bytes = await run_in_threadpool(self._room, project)
         new_file = await run_in_threadpool(self._files.begin, project.name)
         try:
@@ -64,8 +67,8 @@ class BatchCalls:
                 )
             life_s = _life_s(upload.fields)
             name = upload.file_name or "upload"
-            asked = [name, upload.fields, upload.file_digest]
-            made = await self._keys.made(request, project.name, asked, new_file.id)
+            content = [name, upload.fields, upload.file_digest]
+            made = await self._keys.made(request, project.name, content, new_file.id)
             file = await run_in_threadpool(
                 self._files.finish, project.name, new_file, name, purpose, life_s, as_id=made.id
             )
@@ -74,7 +77,7 @@ class BatchCalls:
         return JSONResponse(file.to_object())
 
     def _room(self, project: Project) -> int:
-        """Return the most bytes that a project's next upload may have. Raises ApiError if it has no room."""
+        """Return the most bytes that a project's next upload may have. Raises ApiError if the project has no room."""
         most = project.limits.stored_bytes
         if most is None:
             return MAX_FILE_BYTES
@@ -94,16 +97,17 @@ class BatchCalls:
         wanted = [file for file in files if purpose in (None, file.purpose)]
         if request.query_params.get("order") == "asc":
             wanted.reverse()
-        page, has_more = page_of(wanted, *_cursor(request, "files"))
+        after, limit = _cursor(request, "files")
+        page, has_more = page_of(wanted, after, limit)
         return JSONResponse(list_object([file.to_object() for file in page], has_more=has_more))
 
     async def show_file(self, request: Request, project: Project) -> Response:
-        """Describe a file."""
+        """Respond with the OpenAI object of a file."""
         file = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
         return JSONResponse(file.to_object())
 
     async def file_content(self, request: Request, project: Project) -> Response:
-        """Send a file, or the range of it that is asked for."""
+        """Respond with the bytes of a file, or with the range of them that the request's header `Range` names."""
         file_id = request.path_params["id"]
         file = await run_in_threadpool(self._files.find, project.name, file_id)
         try:
@@ -119,10 +123,10 @@ class BatchCalls:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request, project: Project) -> Response:
-        """Make a batch."""
-        most = project.limits.open_batches
+        """Make a batch. Respond with its OpenAI object."""
 
         def admit(batch_id: str, lines: IO[bytes], endpoint: str) -> None:
+            """Count the batch's tokens against the project's limit, if it has one. Raises ApiError."""
             if project.limits.tokens_queued is not None:
                 num_tokens = tokens_of_batch(lines, generates=endpoint != EMBEDDINGS)
                 self._tokens.admit(project, batch_id, num_tokens, BATCH_S)
@@ -131,9 +135,16 @@ class BatchCalls:
             await body.read(request)
             new_id = self._batches.new_id()
             made = await self._keys.made(request, project.name, body.value, new_id)
-            create = partial(self._batches.create, batch_id=made.id, admit=admit)
+            create = partial(
+                self._batches.create,
+                project.name,
+                body.value,
+                max_open=project.limits.open_batches,
+                batch_id=made.id,
+                admit=admit,
+            )
             try:
-                batch = await run_in_threadpool(create, project.name, body.value, most)
+                batch = await run_in_threadpool(create)
             except ApiError as error:
                 await self._keys.forget(made, error)
                 raise
@@ -146,18 +157,20 @@ class BatchCalls:
         return JSONResponse(list_object(data, has_more=has_more))
 
     async def show_batch(self, request: Request, project: Project) -> Response:
-        """Say how a batch stands."""
+        """Respond with the OpenAI object of a batch."""
         batch_id = request.path_params["id"]
-        return JSONResponse(await run_in_threadpool(self._batches.retrieve, project.name, batch_id))
+        batch = await run_in_threadpool(self._batches.retrieve, project.name, batch_id)
+        return JSONResponse(batch)
 
     async def cancel_batch(self, request: Request, project: Project) -> Response:
-        """Cancel a batch."""
+        """Cancel a batch. Respond with its OpenAI object."""
         batch_id = request.path_params["id"]
-        return JSONResponse(await run_in_threadpool(self._batches.cancel, project.name, batch_id))
+        batch = await run_in_threadpool(self._batches.cancel, project.name, batch_id)
+        return JSONResponse(batch)
 
 
 def _cursor(request: Request, kind: str) -> tuple[str | None, int]:
-    """Return the id behind which a page begins, and the most entries that it has. Raises ApiError."""
+    """Return a request's `after` (None if it has none) and `limit`. Raises ApiError. kind: "files" or "batches"."""
     text = request.query_params.get("limit", str(DEFAULT_PAGE[kind]))
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MAX_PAGE[kind]:
         raise ApiError(
@@ -167,13 +180,17 @@ def _cursor(request: Request, kind: str) -> tuple[str | None, int]:
 
 
 def _life_s(fields: dict[str, str]) -> int | None:
-    """Return the seconds after which an upload expires; None for never."""
+    """Return the seconds after which an upload expires; None if it does not expire. Raises ApiError.
+
+    fields: of the upload.
+    """
     anchor = fields.get("expires_after[anchor]")
     text = fields.get("expires_after[seconds]")
     if anchor is None and text is None:
         return None
-    is_number = text is not None and re.fullmatch(r"\d{1,9}", text, re.ASCII) is not None
-    seconds = int(text) if is_number and text is not None else 0
+    seconds = 0
+    if text is not None and re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        seconds = int(text)
     if anchor != "created_at" or not MIN_LIFE_S <= seconds <= MAX_LIFE_S:
         raise ApiError(
             400,

@@ -1,10 +1,10 @@
-"""The files of each project, in a folder that the workers see too.
+"""The files of each project, in a folder that servers share with workers.
 
-    <project>/files/<id>          what was uploaded
-    <project>/files/<id>.json     its description, written last: without it the file does not exist
+    <project>/files/<id>          the bytes of an uploaded file
+    <project>/files/<id>.json     its description, which is written last: without it the file does not exist
     <project>/batches/<id>/...    see batch_runs.py
 
-Several servers may share the folder. Nothing is kept in memory.
+Nothing is cached in memory, so several servers may use the folder at once.
 """
 
 import re
@@ -18,18 +18,18 @@ from typing import Any, Protocol, TypeVar
 from tokenmill.server.batches.folders import Draft, Folder, read_json, write_json
 from tokenmill.server.errors import ApiError
 
-#: An id of a file or batch. It begins with the time when it was made, so that ids sort by age.
+#: The form of an id. After its prefix comes the time at which it was made, so that ids sort by age.
 _ID = re.compile(r"(file|batch)[-_][0-9a-f]{28}(-output|-errors)?")
-#: How long an unfinished upload is left alone.
+#: The seconds after which an unfinished upload is removed.
 ABANDONED_S = 24 * 3600
-#: The folder of a cancelled batch that holds the files of its answered lines.
+#: The folder in a cancelled batch's folder with the files of its answered lines.
 ANSWERED = "answered"
-#: How many records are read at once. A store takes milliseconds for each.
+#: How many records are read at once. An object store takes milliseconds for each.
 NUM_READERS = 16
 
 
 def new_id(prefix: str, now: float) -> str:
-    """Return an id that sorts behind all earlier ones."""
+    """Return an id that sorts behind all earlier ids. prefix: "file-" or "batch_". now: Unix seconds."""
     return f"{prefix}{int(now * 1000):012x}{secrets.token_hex(8)}"
 
 
@@ -37,7 +37,7 @@ def new_id(prefix: str, now: float) -> str:
 class StoredFile:
     """A file of a project. Times are Unix seconds.
 
-    expires_at: None for a file that stays. content: the name within the server's folder that its bytes have.
+    expires_at: None for a file that does not expire. content: the name of the bytes within the server's folder.
     """
 
     id: str
@@ -49,7 +49,7 @@ class StoredFile:
     expires_at: int | None = None
 
     def to_object(self) -> dict[str, Any]:
-        """Return OpenAI's object of the file."""
+        """Return the OpenAI object of the file."""
         fields = asdict(self)
         del fields["content"]
         return {**fields, "object": "file", "status": "processed"}
@@ -57,7 +57,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file that is on its way. name: what its bytes are called within the server's folder."""
+    """A file that is being uploaded. name: the name of its bytes within the server's folder."""
 
     id: str
     name: str
@@ -65,14 +65,17 @@ class NewFile:
 
 
 class FileStore:
-    """Reads and writes files. Its methods block, and are called in threads. They raise OSError and StoreError."""
+    """Reads and writes files. Its methods block, and are called in threads. They raise OSError and StoreError.
+
+    clock: Unix seconds.
+    """
 
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
         self._clock = clock
 
     def begin(self, project: str) -> NewFile:
-        """Begin an upload."""
+        """Begin an upload, and return the new file, whose draft takes the bytes."""
         file_id = new_id("file-", self._clock())
         name = f"{project}/files/{file_id}"
         return NewFile(file_id, name, self.folder.create(name))
@@ -87,9 +90,10 @@ class FileStore:
         *,
         as_id: str | None = None,
     ) -> StoredFile:
-        """Put an upload in its place. From then on it exists.
+        """Publish an upload, and return its file.
 
-        as_id: the id of the same upload as an earlier request has sent it. That file is returned, if it is there.
+        expires_s: the seconds until the file expires; None if it does not. as_id: the id of an earlier request for the
+        same upload. If that request's file exists, it is returned. Otherwise the upload gets this id.
         """
         file_id = as_id or upload.id
         known = self._read(project, file_id)
@@ -114,23 +118,28 @@ class FileStore:
         return file
 
     def uploads(self, project: str) -> list[StoredFile]:
-        """Return a project's uploads, the latest first, and remove those that have expired."""
-        names = self.folder.names(f"{project}/files")
-        described = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-        described.reverse()
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            found = list(readers.map(lambda file_id: self._read(project, file_id), described))
-        files = [file for file in found if file is not None]
+        """Return a project's uploaded files, the latest first. Remove expired files and abandoned uploads."""
+        file_ids = []
+        content_names = []
+        for name in self.folder.names(f"{project}/files"):
+            if name.endswith(".json"):
+                file_ids.append(name.removesuffix(".json"))
+            else:
+                content_names.append(f"{project}/files/{name}")
+        file_ids.reverse()
 
-        contents = {file.content for file in files}
-        for name in names:
-            path = f"{project}/files/{name}"
-            if not name.endswith(".json") and path not in contents:
-                self._remove_abandoned(path)
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            read_files = list(readers.map(lambda file_id: self._read(project, file_id), file_ids))
+        files = [file for file in read_files if file is not None]
+
+        known_contents = {file.content for file in files}
+        for content_name in content_names:
+            if content_name not in known_contents:
+                self._remove_if_abandoned(content_name)
         return files
 
     def find(self, project: str, file_id: str) -> StoredFile:
-        """Return a project's file. Raises ApiError if there is none."""
+        """Return a file that was uploaded, or that a batch wrote. Raises ApiError if the project has no such file."""
         check_id(file_id, "file")
         file = self._read(project, file_id)
         if file is not None:
@@ -149,12 +158,13 @@ class FileStore:
         raise missing("file", file_id)
 
     def delete(self, project: str, file_id: str) -> None:
-        """Remove a file. Raises ApiError if there is none."""
+        """Remove a file. Raises ApiError if the project has no such file."""
         file = self.find(project, file_id)
         self.folder.remove(f"{project}/files/{file_id}.json")
         self.folder.remove(file.content)
 
     def _read(self, project: str, file_id: str) -> StoredFile | None:
+        """Return an uploaded file; None if there is no such file. Remove a file that has expired."""
         name = f"{project}/files/{file_id}.json"
         record = read_json(self.folder, name)
         if record is None:
@@ -166,32 +176,32 @@ class FileStore:
             return None
         return file
 
-    def _remove_abandoned(self, name: str) -> None:
-        """Remove a file that a server left unfinished when it died long ago."""
+    def _remove_if_abandoned(self, name: str) -> None:
+        """Remove the bytes of an upload that a server left unfinished long ago, when it died."""
         state = self.folder.stat(name)
         if state is not None and state.mtime_ns / 1e9 < self._clock() - ABANDONED_S:
             self.folder.remove(name)
 
 
 def _output_names(project: str, file_id: str) -> list[str]:
-    """Return the names that a batch's output or errors may have; none for the id of an upload."""
+    """Return the names at which an output file of a batch may be; [] for the id of an uploaded file."""
     batch_id = file_id.replace("file-", "batch_", 1)
-    for kind, name in (("-output", "output.jsonl"), ("-errors", "errors.jsonl")):
-        if batch_id.endswith(kind):
-            folder = f"{project}/batches/{batch_id.removesuffix(kind)}"
+    for suffix, name in (("-output", "output.jsonl"), ("-errors", "errors.jsonl")):
+        if batch_id.endswith(suffix):
+            folder = f"{project}/batches/{batch_id.removesuffix(suffix)}"
             return [f"{folder}/{ANSWERED}/{name}", f"{folder}/run/{name}"]
     return []
 
 
-def check_id(name: str, kind: str) -> None:
-    """Raise ApiError for a text that is no id of this kind, such as a path."""
-    if _ID.fullmatch(name) is None or not name.startswith(kind):
-        raise missing(kind, name)
+def check_id(text: str, kind: str) -> None:
+    """Raise ApiError for a text, such as a path, that is no id of a kind. kind: "file" or "batch"."""
+    if _ID.fullmatch(text) is None or not text.startswith(kind):
+        raise missing(kind, text)
 
 
-def missing(kind: str, name: str) -> ApiError:
-    """Return the error that a project has no such file or batch."""
-    return ApiError(404, f"no {kind} has the id {name[:80]!r}", code="not_found")
+def missing(kind: str, text: str) -> ApiError:
+    """Return the error that a project has no file or batch with this id."""
+    return ApiError(404, f"no {kind} has the id {text[:80]!r}", code="not_found")
 
 
 class HasId(Protocol):
@@ -199,7 +209,7 @@ class HasId(Protocol):
 
     @property
     def id(self) -> str:
-        """The id by which clients name it."""
+        """The id that clients use."""
 
 
 Entry = TypeVar("Entry", bound=HasId)
@@ -208,7 +218,10 @@ Entry = TypeVar("Entry", bound=HasId)
 def page_of(
     entries: Sequence[Entry], after: str | None, limit: int
 ) -> tuple[Sequence[Entry], bool]:
-    """Return at most `limit` entries behind the one with the id `after`, and whether there are more."""
+    """Return at most `limit` entries, and whether there are more behind them.
+
+    after: the id of the entry before the first returned one; None to begin with the first entry of all.
+    """
     start = 0
     if after is not None:
         ids = [entry.id for entry in entries]
@@ -218,7 +231,7 @@ def page_of(
 
 
 def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """Return OpenAI's object of a page."""
+    """Return the OpenAI object of a page. data: the objects of its entries."""
     return {
         "object": "list",
         "data": data,

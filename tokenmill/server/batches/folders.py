@@ -1,6 +1,6 @@
-"""The server's folder of files and batches. It is on a disk here; `ObjectFolder` is one in an object store.
+"""The server's folder of files and batches, as an interface and for a disk.
 
-Names are relative to the folder, with slashes: `default/files/file-1`.
+Names are relative to the folder, with slashes, such as `default/files/file-1`.
 """
 
 import json
@@ -15,38 +15,38 @@ from jobs.parquet.files.filesystem import FileStat
 
 
 class Draft(Protocol):
-    """A file that is written. Nobody sees it before `finish`."""
+    """A file that is being written. It does not exist for others before `finish`."""
 
     def write(self, data: bytes | bytearray) -> object:
-        """Add bytes."""
+        """Append bytes."""
 
     def finish(self) -> None:
-        """Put the file in its place, whole. One that is there is replaced."""
+        """Publish the whole file. A file of the same name is replaced."""
 
     def drop(self) -> None:
-        """Remove what was written, unless it is finished."""
+        """Remove what was written, unless the file is finished."""
 
 
 class Folder(Protocol):
-    """What files and batches need of a disk or a store. Methods block. They raise OSError, or StoreError."""
+    """A folder on a disk or in an object store. Its methods block, and raise OSError or StoreError."""
 
     def path(self, name: str) -> str:
-        """Return the path by which workers know a file."""
+        """Return the path of a file for workers."""
 
     def stat(self, name: str) -> FileStat | None:
-        """Return the state of a file; None if there is none."""
+        """Return the size and time of a file; None if it does not exist."""
 
     def names(self, name: str) -> list[str]:
-        """Return the names in one of its folders, sorted; none if there is no such folder."""
+        """Return the names in a subfolder, sorted; [] if it does not exist."""
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file to read at any place. Raises FileNotFoundError."""
+        """Open a file for reading, with seeks. Raises FileNotFoundError."""
 
     def create(self, name: str) -> Draft:
-        """Begin a file."""
+        """Begin to write a file."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
 
 
 class LocalFolder:
@@ -56,11 +56,11 @@ class LocalFolder:
         self._folder = folder
 
     def path(self, name: str) -> str:
-        """Return the path by which workers know a file."""
+        """Return the path of a file for workers."""
         return str(self._folder / name)
 
     def stat(self, name: str) -> FileStat | None:
-        """Return the state of a file; None if there is none."""
+        """Return the size and time of a file; None if it does not exist."""
         try:
             status = (self._folder / name).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -68,27 +68,27 @@ class LocalFolder:
         return FileStat(status.st_size, status.st_mtime_ns)
 
     def names(self, name: str) -> list[str]:
-        """Return the names in one of its folders, sorted; none if there is no such folder."""
+        """Return the names in a subfolder, sorted; [] if it does not exist."""
         try:
             return sorted(os.listdir(self._folder / name))
         except FileNotFoundError:
             return []
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file to read at any place. Raises FileNotFoundError."""
+        """Open a file for reading, with seeks. Raises FileNotFoundError."""
         return (self._folder / name).open("rb")
 
     def create(self, name: str) -> Draft:
-        """Begin a file, and make the folders above it."""
+        """Begin to write a file, and make the folders above it."""
         return _LocalDraft(self._folder / name)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         (self._folder / name).unlink(missing_ok=True)
 
 
 class _LocalDraft:
-    """A file with a hidden name, which is renamed."""
+    """A file that is written under a hidden name, and renamed when it is finished."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,7 +110,7 @@ class _LocalDraft:
 
 @contextmanager
 def written(folder: Folder, name: str) -> Iterator[Draft]:
-    """Lend a draft of a file. It is finished when the body ends, and dropped if the body raises."""
+    """A context manager around a draft. It finishes the draft at the end of the block, or drops it after an error."""
     draft = folder.create(name)
     try:
         yield draft
@@ -120,13 +120,13 @@ def written(folder: Folder, name: str) -> Iterator[Draft]:
 
 
 def write_json(folder: Folder, name: str, record: Mapping[str, Any]) -> None:
-    """Write a record whole or not at all."""
+    """Write a record as JSON. Readers see the whole file or none."""
     with written(folder, name) as draft:
         draft.write(json.dumps(record).encode())
 
 
 def read_json(folder: Folder, name: str) -> dict[str, Any] | None:
-    """Return a record; None if there is none."""
+    """Return a record that `write_json` wrote; None if it does not exist."""
     try:
         with folder.open(name) as source:
             record = json.load(source)

@@ -1,4 +1,4 @@
-"""Sends a file, or the range of it that is asked for."""
+"""A response with a file's bytes, or with the range of them that the client requests (RFC 9110)."""
 
 import re
 from collections.abc import AsyncIterator
@@ -8,51 +8,68 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-#: Bytes that are read and sent at once.
+#: The most bytes that are read and sent at once.
 PIECE_BYTES = 1 << 18
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 class SentFile(StreamingResponse):
-    """A file as it was when it was opened. One that is deleted meanwhile is sent whole, or the connection is cut."""
+    """A response with a file's bytes.
+
+    If the file is deleted while it is sent, it is sent whole, or the connection is cut.
+    """
 
     def __init__(self, source: IO[bytes], size: int, wanted: str | None) -> None:
-        """source: is closed at the end. wanted: the header `Range`, RFC 9110; several ranges at once are not built."""
+        """Make the response.
+
+        source: the open file, which is closed at the end. size: the file's bytes. wanted: the header `Range`; a header
+        that names several ranges is ignored, as RFC 9110 allows.
+        """
         self._source = source
         headers = {"accept-ranges": "bytes"}
         status = 200
-        found = None if wanted is None else _RANGE.fullmatch(wanted)
-        start, end = 0, size
-        if found is not None and found.group() != "bytes=-":
-            start, end = _bounds(found[1], found[2], size)
-            status = 206 if start < end else 416
-            place = f"{start}-{end - 1}" if start < end else "*"
-            headers["content-range"] = f"bytes {place}/{size}"
+        start = 0
+        end = size
+        match = None if wanted is None else _RANGE.fullmatch(wanted)
+        if match is not None and match.group() != "bytes=-":
+            start, end = _bounds(match[1], match[2], size)
+            if start < end:
+                status = 206
+                headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
+            else:
+                status = 416
+                headers["content-range"] = f"bytes */{size}"
         headers["content-length"] = str(max(0, end - start))
         super().__init__(
             self._pieces(start, end), status, headers, media_type="application/octet-stream"
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response, and close the file."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             await run_in_threadpool(self._source.close)
 
     async def _pieces(self, start: int, end: int) -> AsyncIterator[bytes]:
+        """Read the bytes from `start` to before `end`, piece by piece."""
         await run_in_threadpool(self._source.seek, start)
         while start < end:
             piece = await run_in_threadpool(self._source.read, min(PIECE_BYTES, end - start))
-            if not piece:  # it was cut meanwhile: the client sees that bytes are missing
+            if not piece:
+                # The file has become shorter. The client sees that bytes are missing.
                 return
             start += len(piece)
             yield piece
 
 
 def _bounds(first: str, last: str, size: int) -> tuple[int, int]:
-    """Return where a range begins and ends. RFC 9110: without its first byte it is the file's last bytes."""
+    """Return the first byte of a requested range, and the byte after its last one. first, last: from the header.
+
+    Without `first`, the range is the last `last` bytes of the file. Without `last`, it reaches to the file's end.
+    """
     if not first:
         return max(0, size - int(last)), size
-    end = size if not last else min(size, int(last) + 1)
-    return int(first), end
+    if not last:
+        return int(first), size
+    return int(first), min(size, int(last) + 1)

@@ -1,4 +1,4 @@
-"""Reads a multipart upload: its file goes to disk as it comes, its fields into memory.
+"""Reads a multipart upload. The file is written to disk as it comes, and the fields are held in memory.
 
 Source: RFC 7578 (multipart/form-data).
 """
@@ -20,20 +20,20 @@ from tokenmill.server.errors import ApiError
 
 #: The most bytes of all fields together, with their headers.
 MAX_FIELD_BYTES = 1 << 16
-#: The most bytes of an upload beside its file: fields, boundaries and what follows the last one.
+#: The most bytes of an upload beside its file: fields, boundaries, and the epilogue after the last boundary.
 MAX_OTHER_BYTES = 1 << 20
-#: Bytes of a file that are written at once.
+#: How many bytes of a file are collected before they are written.
 WRITE_BYTES = 1 << 20
-#: Seconds that a client may send nothing.
+#: The most seconds for which a client may send nothing.
 SILENT_S = 60.0
-#: The fewest bytes a second of an upload that takes longer than SILENT_S.
+#: The fewest bytes per second that an upload of more than SILENT_S may have on average.
 MIN_RATE = 1 << 10
-#: The longest name of a file that is kept.
+#: The most characters of a file's name. The rest is cut off.
 MAX_NAME_CHARS = 255
 
 
 class Upload:
-    """One upload as it comes. fields: values by name. file_name: the client's name for the file; None for no file."""
+    """One upload. fields: values by name. file_name: the client's name for the file; None until the file has come."""
 
     def __init__(
         self,
@@ -44,9 +44,10 @@ class Upload:
         *,
         is_hashed: bool = False,
     ) -> None:
-        """Raises ApiError for a body that is no multipart.
+        """Prepare to read. Raises ApiError if the content type is not multipart/form-data.
 
-        sink: takes the bytes of the field `file`. is_hashed: whether `file_digest` is wanted.
+        sink: takes the bytes of the field `file`. clock: monotonic seconds. is_hashed: whether to compute
+        `file_digest`.
         """
         kind = _parameter(content_type, None)
         boundary = _parameter(content_type, "boundary")
@@ -60,7 +61,7 @@ class Upload:
         self._num_field_bytes = 0
         self._num_file_bytes = 0
         self._has_ended = False
-        self._waiting = bytearray()  # bytes of the file that are not written yet
+        self._unwritten = bytearray()  # bytes of the file
         self._hash = sha256() if is_hashed else None
         try:
             self._parser = MultipartParser(
@@ -80,7 +81,7 @@ class Upload:
             raise ApiError(400, f"the upload is no multipart/form-data: {error}") from None
 
     async def read(self, chunks: AsyncIterator[bytes]) -> None:
-        """Read the whole body. Raises ApiError for one that is cut, too large or too slow, and OSError."""
+        """Read the whole body. Raises OSError, and ApiError for a body that is cut, too large or too slow."""
         began_at = self._clock()
         num_bytes = 0
         while True:
@@ -98,12 +99,13 @@ class Upload:
             if duration_s > SILENT_S and num_bytes < duration_s * MIN_RATE:
                 raise ApiError(408, f"the upload came with less than {MIN_RATE} bytes a second")
             if self._has_ended:
-                continue  # RFC 2046 lets an epilogue follow, which says nothing
+                # RFC 2046: what follows the last boundary is ignored.
+                continue
             try:
                 self._parser.write(chunk)
             except FormParserError as error:
                 raise ApiError(400, f"the upload is no multipart/form-data: {error}") from None
-            if len(self._waiting) >= WRITE_BYTES:
+            if len(self._unwritten) >= WRITE_BYTES:
                 await self._write()
         await self._write()
         if not self._has_ended:
@@ -112,15 +114,15 @@ class Upload:
             raise ApiError(400, "the upload has no field `file`", param="file")
 
     async def _write(self) -> None:
-        waiting = self._waiting
-        self._waiting = bytearray()
-        await run_in_threadpool(self._sink.write, waiting)
+        data = self._unwritten
+        self._unwritten = bytearray()
+        await run_in_threadpool(self._sink.write, data)
         if self._hash is not None:
-            await run_in_threadpool(self._hash.update, waiting)
+            await run_in_threadpool(self._hash.update, data)
 
     @property
     def file_digest(self) -> str | None:
-        """The hash of the file's bytes so far; None if it is not wanted."""
+        """The SHA-256 of the bytes that were written so far, as hex; None unless `is_hashed`."""
         return None if self._hash is None else self._hash.hexdigest()
 
     def _begin_part(self) -> None:
@@ -145,16 +147,17 @@ class Upload:
         self._header_value = bytearray()
 
     def _end_headers(self) -> None:
+        """Read the name of the field, and the file's name. Raises ApiError for a second file."""
         disposition = self._headers.get("content-disposition", "")
         self._name = _parameter(disposition, "name")
         if self._name == "file":
             if self.file_name is not None:
                 raise ApiError(400, "the upload has two fields `file`", param="file")
-            self.file_name = (
-                safe_name(_parameter(disposition, "filename"), MAX_NAME_CHARS) or "upload"
-            )
+            file_name = safe_name(_parameter(disposition, "filename"), MAX_NAME_CHARS)
+            self.file_name = file_name or "upload"
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
+        """Take bytes of the file or of a field. Raises ApiError if they are too many."""
         if self._name != "file":
             self._count_field(end - start)
             self._value += data[start:end]
@@ -164,7 +167,7 @@ class Upload:
             raise ApiError(
                 413, f"the file has more than {self._max_file_bytes} bytes", param="file"
             )
-        self._waiting += data[start:end]
+        self._unwritten += data[start:end]
 
     def _end_part(self) -> None:
         if self._name and self._name != "file":
@@ -174,13 +177,14 @@ class Upload:
         self._has_ended = True
 
     def _count_field(self, size: int) -> None:
+        """Count bytes of fields and headers. Raises ApiError if they are too many."""
         self._num_field_bytes += size
         if self._num_field_bytes > MAX_FIELD_BYTES:
             raise ApiError(413, f"the upload's fields have more than {MAX_FIELD_BYTES} bytes")
 
 
 def _parameter(header: str, name: str | None) -> str:
-    """Return a header's parameter, or its value if name is None; "" if that is missing or cannot be decoded."""
+    """Return a header's parameter, or its main value if `name` is None; "" if it is missing or cannot be decoded."""
     message = Message()
     message["content-type"] = header
     try:
