@@ -83,7 +83,7 @@ def per_second(newer: Point, older: Point, count: str) -> float | None:
     count: the name of a field of Point.
     """
     seconds = newer.at - older.at
-    increase = getattr(newer, count) - getattr(older, count)
+    increase: float = getattr(newer, count) - getattr(older, count)
     if seconds <= 0 or increase < 0:
         return None
     return increase / seconds
