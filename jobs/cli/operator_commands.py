@@ -78,7 +78,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     missing = []
     for queue in count_queues(connection, shown_names):
-        if queue.name in known_names or any(queue.counts.values()):
+        if _exists(queue, known_names):
             click.echo(_queue_line(queue, claimed.get(queue.name, 0)))
         else:
             missing.append(queue.name)
@@ -92,8 +92,26 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     if is_suspended:
         click.secho(SUSPENDED_TEXT, fg="red")
     if missing:
-        existing = f"there are {_names(known_names)}" if known_names else "there is none"
-        raise click.ClickException(f"no queue is named {_names(missing)}: {existing}")
+        raise _no_queue_error(missing, known_names)
+
+
+def _exists(queue: QueueCounts, known_names: list[str]) -> bool:
+    """Whether there is a queue. known_names: RQ's list, which can lack a queue that still has jobs."""
+    return queue.name in known_names or any(queue.counts.values())
+
+
+def _no_queue_error(missing: list[str], known_names: list[str]) -> click.ClickException:
+    """Return the error for names that no queue has. It says which queues there are."""
+    existing = f"there are {_names(known_names)}" if known_names else "there is none"
+    return click.ClickException(f"no queue is named {_names(missing)}: {existing}")
+
+
+def _check_queue(connection: redis.Redis, name: str) -> None:
+    """Raise ClickException if there is no queue of this name."""
+    known_names = queue_names(connection)
+    [queue] = count_queues(connection, [name])
+    if not _exists(queue, known_names):
+        raise _no_queue_error([name], known_names)
 
 
 def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
@@ -286,14 +304,15 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
-    could not be requeued.
+    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if there is no
+    such queue, or if a named job could not be requeued.
     """
     names_jobs = len(job_ids) > 0
     if names_jobs == is_all:  # both are given, or neither
         raise click.UsageError("name the jobs, or give --all")
     if error and not is_all:
         raise click.UsageError("--error goes with --all")
+    _check_queue(connection, queue)
     requeued = (
         requeue_all(connection, queue, limit, error)
         if is_all

@@ -172,6 +172,30 @@ def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
     assert redis.hgetall("rq:job:waiting") == before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("requeue", "--queue", "bukl", "--all"), ("requeue", "--queue", "bukl", "job")],
+    ids=["all", "one"],
+)
+def test_requeue_names_a_queue_that_does_not_exist(
+    redis: Redis, redis_url: str, queue: Queue, command: tuple[str, ...]
+) -> None:
+    assert "no queue is named bukl: there is none" in tokenmill(redis_url, *command).output
+    failed_jobs(queue, "job")
+    shown = tokenmill(redis_url, *command)
+    assert shown.exit_code == 1
+    assert shown.output == "Error: no queue is named bukl: there are bulk\n"
+
+
+def test_requeue_all_of_an_empty_queue_is_no_error(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    queue.enqueue("jobs.complete", "a")
+    queue.empty()
+    shown = tokenmill(redis_url, "requeue", "--queue", "bulk", "--all")
+    assert (shown.exit_code, shown.output) == (0, "requeued 0 jobs\n")
+
+
 @pytest.mark.parametrize("key", ["rq:failed:bulk", "rq:job:job"])
 def test_a_key_of_another_type_stops_a_requeue_before_anything_is_written(
     redis: Redis, redis_url: str, queue: Queue, key: str
