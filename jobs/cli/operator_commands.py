@@ -19,7 +19,7 @@ import redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from jobs.cli.status_text import NO_WORKER_TEXT, print_troubles, table
-from jobs.common.display import duration_text, safe_name
+from jobs.common.display import duration_text, plural, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
 from jobs.common.rq_jobs import SUSPENDED_KEY, command_channel
 from jobs.common.stored import text
@@ -168,7 +168,7 @@ def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
         ) from error
     if not num_cancelled and producer != UNNAMED:
         _check_producer(connection, queue, producer)
-    click.echo(f"cancelled {num_cancelled} waiting jobs")
+    click.echo(f"cancelled {num_cancelled} waiting {plural('job', num_cancelled)}")
 
 
 def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
@@ -204,7 +204,7 @@ def _print_producers(connection: redis.Redis, queue: str) -> None:
         click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
     num_more = len(producers.num_jobs) - len(rows)
     if num_more:
-        click.echo(f"and {num_more} producers with fewer jobs")
+        click.echo(f"and {num_more} {plural('producer', num_more)} with fewer jobs")
 
 
 def _stop_command(queue: str, producer: str) -> str:
@@ -321,7 +321,8 @@ def requeue_command(
     client_at_fault = requeued.client_at_fault
     cancelled = requeued.cancelled
     missing = requeued.missing
-    click.echo(f"requeued {len(requeued.done)} jobs")
+    num_requeued = len(requeued.done)
+    click.echo(f"requeued {num_requeued} {plural('job', num_requeued)}")
 
     problems = []
     if client_at_fault:
@@ -333,7 +334,8 @@ def requeue_command(
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
     if missing and is_all:
-        problems.append(f"{len(missing)} are listed as failed but gone: {_names(missing)}")
+        are = "is" if len(missing) == 1 else "are"
+        problems.append(f"{len(missing)} {are} listed as failed but gone: {_names(missing)}")
     elif missing:
         problems.append(f"not among the failed jobs of {safe_name(queue)}: {_names(missing)}")
     if problems and not is_all:

@@ -136,6 +136,16 @@ def test_a_run_without_failed_rows_writes_no_file(
     assert not (tmp_path / "failed.parquet").exists()
 
 
+def test_a_single_row_is_counted_in_the_singular(
+    runs: Runs, invoke: Invoke, tmp_path: Path
+) -> None:
+    runs.write([None, "a"])
+    runs.score()
+    file = tmp_path / "failed.csv"
+    assert "1 row with an error\n" in invoke("errors", runs.output).stdout
+    assert invoke("errors", runs.output, "--export", file).stdout == f"1 row in {file}\n"
+
+
 @pytest.mark.parametrize("options", [(), ("--cut", "--max-tokens", "512")], ids=["failed", "cut"])
 def test_a_run_without_failed_rows_is_not_submitted_again(
     runs: Runs, invoke: Invoke, tmp_path: Path, options: tuple[str, ...]

@@ -119,7 +119,7 @@ def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(
     monkeypatch.chdir(tmp_path)
     for name in ("out", "out/", "./out", f"{tmp_path}/out/"):
         assert f"run {run}: planning" in invoke("status", name).stdout
-    assert "1 jobs removed" in invoke("cancel", "out/").stdout
+    assert "1 job removed" in invoke("cancel", "out/").stdout
 
 
 @pytest.mark.parametrize("options", [(), ("--wait",)])
