@@ -19,6 +19,7 @@ from jobs.cli.server_commands import dashboard, keys, serve
 from jobs.cli.status_text import await_plan, errors_printed, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers
+from jobs.common.display import plural
 from jobs.installed import describe_model, model_table
 from jobs.runs.control import submit_run
 
@@ -113,7 +114,8 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     if client_run.status().finished and not cancelled.removed and not cancelled.stopped:
         click.echo(f"run {client_run.id} is finished: nothing was left to cancel")
     else:
-        click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+        removed = f"{cancelled.removed} {plural('job', cancelled.removed)} removed"
+        click.echo(f"cancelled: {removed}, {cancelled.stopped} told to stop")
 
 
 @main.command()

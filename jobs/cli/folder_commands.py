@@ -19,7 +19,7 @@ from jobs import client
 from jobs.cli.status_text import await_plan, errors_printed, table, wait_for_end
 from jobs.cli.trial_commands import try_job
 from jobs.cli.watch_commands import json_option
-from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
+from jobs.common.display import MAX_TEXT_CHARS, plural, safe_name, to_json
 from jobs.errors import InputNotFound, InvalidJob, RunError, RunNotHere, UnknownRun
 from jobs.runs.control import DEFAULT_QUEUE, retry_run
 from jobs.runs.output import named_run
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: The most reasons that `errors` lists.
 MAX_REASONS = 100
+#: Printed if a run has no row with an error.
+NO_FAILED_ROW = "no row has an error"
 #: Seconds between two searches of `tail --follow` for new parts.
 FOLLOW_EVERY_S = 1.0
 
@@ -95,7 +97,11 @@ def errors(
     if export is not None:
         _export_errors(client_run, export, cut)
     elif retry is not None:
-        new_run = retry_run(connection, reader_of(client_run).plan, retry, max_tokens)
+        reader = reader_of(client_run)
+        if not _has_rows_to_retry(reader, cut):
+            click.echo(NO_FAILED_ROW, err=True)
+            return
+        new_run = retry_run(connection, reader.plan, retry, max_tokens)
         if wait:
             wait_for_end(connection, new_run)
         else:
@@ -122,13 +128,28 @@ def _check_error_options(
         raise click.UsageError("--export and --retry each do something with the rows: give one")
 
 
+def _has_rows_to_retry(reader: FolderReader, cut: bool) -> bool:
+    """Whether a new run would ask any row: one with an error, or one whose part is missing.
+
+    cut: whether rows with a cut answer would be asked too.
+    """
+    shards = reader.shards()
+    if len(shards) < len(reader.plan.shards):
+        return True
+    for shard in shards:
+        for _failed_row in reader.failed_rows(shard, cut):
+            return True
+    return False
+
+
 def _export_errors(client_run: client.Run, file: str, cut: bool) -> None:
     """Write the rows of a run that have an error into a file. cut: whether to write rows with a cut answer too."""
     reader = reader_of(client_run)
     from jobs.parquet.outputs.failed_file import export_failed  # needs pyarrow, as the reader does
 
     num_rows = export_failed(reader, file, cut=cut)
-    click.echo(f"{num_rows} rows in {file}" if num_rows else "no row has an error")
+    written = f"{num_rows} {plural('row', num_rows)} in {file}"
+    click.echo(written if num_rows else NO_FAILED_ROW)
 
 
 def _list_errors(
@@ -291,10 +312,11 @@ def _errors_text(
 ) -> str:
     """Return what `errors` prints for people: a table of the reasons, and a table of the rows if there are any."""
     num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
-    outcome = outcome_text(num_errors, failed_checks, num_cut, noun="rows ")
+    noun = f"{plural('row', num_errors)} "
+    outcome = outcome_text(num_errors, failed_checks, num_cut, noun=noun)
     if not reasons.rows:
         if not failed_checks and not num_cut:
-            outcome = "no row has an error"
+            outcome = NO_FAILED_ROW
         return f"run {run}: {outcome}"
     by_reason = []
     for reason in reasons.commonest(MAX_REASONS):
@@ -413,7 +435,7 @@ DIFFERENT = 1
 NOT_VERIFIED = 2
 
 #: The counts as `verify` prints them.
-_COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
+_COUNTS = """run {run}: {rows_checked:,} of {rows:,} {noun} checked
 equal      {rows_equal:,}
 different  {rows_different:,}
 left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_other_models:,} of other models"""
@@ -522,7 +544,7 @@ def verify(
 
 def _comparison_text(result: dict[str, Any]) -> str:
     """Return what `verify` prints for people. result: what jobs.verify_rows has returned."""
-    lines = [_COUNTS.format(**result)]
+    lines = [_COUNTS.format(**result, noun=plural("row", result["rows"]))]
     for difference in result["differences"]:
         lines.append(f"row {difference['row']}, column {difference['column']}")
         for name in ("recorded", "computed"):

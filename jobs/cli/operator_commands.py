@@ -19,7 +19,7 @@ import redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from jobs.cli.status_text import NO_WORKER_TEXT, print_troubles, table
-from jobs.common.display import duration_text, safe_name
+from jobs.common.display import duration_text, plural, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
 from jobs.common.rq_jobs import SUSPENDED_KEY, command_channel
 from jobs.common.stored import text
@@ -78,7 +78,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     missing = []
     for queue in count_queues(connection, shown_names):
-        if queue.name in known_names or any(queue.counts.values()):
+        if _exists(queue, known_names):
             click.echo(_queue_line(queue, claimed.get(queue.name, 0)))
         else:
             missing.append(queue.name)
@@ -92,8 +92,26 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     if is_suspended:
         click.secho(SUSPENDED_TEXT, fg="red")
     if missing:
-        existing = f"there are {_names(known_names)}" if known_names else "there is none"
-        raise click.ClickException(f"no queue is named {_names(missing)}: {existing}")
+        raise _no_queue_error(missing, known_names)
+
+
+def _exists(queue: QueueCounts, known_names: list[str]) -> bool:
+    """Whether there is a queue. known_names: RQ's list, which can lack a queue that still has jobs."""
+    return queue.name in known_names or any(queue.counts.values())
+
+
+def _no_queue_error(missing: list[str], known_names: list[str]) -> click.ClickException:
+    """Return the error for names that no queue has. It says which queues there are."""
+    existing = f"there are {_names(known_names)}" if known_names else "there is none"
+    return click.ClickException(f"no queue is named {_names(missing)}: {existing}")
+
+
+def _check_queue(connection: redis.Redis, name: str) -> None:
+    """Raise ClickException if there is no queue of this name."""
+    known_names = queue_names(connection)
+    [queue] = count_queues(connection, [name])
+    if not _exists(queue, known_names):
+        raise _no_queue_error([name], known_names)
 
 
 def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
@@ -150,7 +168,7 @@ def _stop_producer(connection: redis.Redis, queue: str, producer: str) -> None:
         ) from error
     if not num_cancelled and producer != UNNAMED:
         _check_producer(connection, queue, producer)
-    click.echo(f"cancelled {num_cancelled} waiting jobs")
+    click.echo(f"cancelled {num_cancelled} waiting {plural('job', num_cancelled)}")
 
 
 def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
@@ -186,7 +204,7 @@ def _print_producers(connection: redis.Redis, queue: str) -> None:
         click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
     num_more = len(producers.num_jobs) - len(rows)
     if num_more:
-        click.echo(f"and {num_more} producers with fewer jobs")
+        click.echo(f"and {num_more} {plural('producer', num_more)} with fewer jobs")
 
 
 def _stop_command(queue: str, producer: str) -> str:
@@ -286,14 +304,15 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if a named job
-    could not be requeued.
+    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if there is no
+    such queue, or if a named job could not be requeued.
     """
     names_jobs = len(job_ids) > 0
     if names_jobs == is_all:  # both are given, or neither
         raise click.UsageError("name the jobs, or give --all")
     if error and not is_all:
         raise click.UsageError("--error goes with --all")
+    _check_queue(connection, queue)
     requeued = (
         requeue_all(connection, queue, limit, error)
         if is_all
@@ -302,7 +321,8 @@ def requeue_command(
     client_at_fault = requeued.client_at_fault
     cancelled = requeued.cancelled
     missing = requeued.missing
-    click.echo(f"requeued {len(requeued.done)} jobs")
+    num_requeued = len(requeued.done)
+    click.echo(f"requeued {num_requeued} {plural('job', num_requeued)}")
 
     problems = []
     if client_at_fault:
@@ -314,7 +334,8 @@ def requeue_command(
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
     if missing and is_all:
-        problems.append(f"{len(missing)} are listed as failed but gone: {_names(missing)}")
+        are = "is" if len(missing) == 1 else "are"
+        problems.append(f"{len(missing)} {are} listed as failed but gone: {_names(missing)}")
     elif missing:
         problems.append(f"not among the failed jobs of {safe_name(queue)}: {_names(missing)}")
     if problems and not is_all:

@@ -10,7 +10,7 @@ from typing import TextIO
 import click
 import redis
 
-from jobs.common.display import MAX_TEXT_CHARS, safe_name, utc_text
+from jobs.common.display import MAX_TEXT_CHARS, plural, safe_name, utc_text
 from jobs.common.redis_info import is_full
 from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
@@ -107,7 +107,8 @@ class Lines:
         self._printed_at = now
         line = snapshot.state
         if snapshot.rows is not None:
-            line += f": {snapshot.rows_done} of {snapshot.rows} rows"
+            rows = plural("row", snapshot.rows)
+            line += f": {snapshot.rows_done} of {snapshot.rows} {rows}"
             speed = speed_text(snapshot)
             if speed:
                 line += f", {speed}"
@@ -138,8 +139,9 @@ def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         return
     for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
         click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
-    if len(snapshot.failed_jobs) > MAX_SHOWN:
-        click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
+    num_more = len(snapshot.failed_jobs) - MAX_SHOWN
+    if num_more > 0:
+        click.echo(f"and {num_more} more failed {plural('shard', num_more)}", err=True)
 
 
 def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
@@ -150,11 +152,13 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
         lines.append(f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}")
         if snapshot.rows_reused:
-            lines.append(f"reused   {snapshot.rows_reused} rows of earlier runs")
+            rows = plural("row", snapshot.rows_reused)
+            lines.append(f"reused   {snapshot.rows_reused} {rows} of earlier runs")
         if snapshot.reuse_differs:
             lines.append(f"but      few answers were taken from {snapshot.reuse_differs}")
         if snapshot.rows_escalated:
-            lines.append(f"again    {snapshot.rows_escalated} rows, by the second model")
+            rows = plural("row", snapshot.rows_escalated)
+            lines.append(f"again    {snapshot.rows_escalated} {rows}, by the second model")
         if snapshot.errors or snapshot.cut:
             option = " --cut" if snapshot.cut else ""
             lines.append(f"why      `tokenmill errors {snapshot.run}{option}` lists them by reason")
@@ -239,7 +243,8 @@ def await_plan(connection: redis.Redis, run: str) -> None:
 def _print_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
     """Print that the run was finished already, if this submit found nothing to do."""
     if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
-        text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
+        rows_are = "row is" if snapshot.rows == 1 else "rows are"
+        text = f"the run is already finished: its {snapshot.rows} {rows_are} in {snapshot.output}"
         click.echo(text, err=True)
 
 

@@ -11,7 +11,7 @@ import click
 import redis
 
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
-from jobs.common.display import duration_text, price_text, safe_name
+from jobs.common.display import duration_text, plural, price_text, safe_name
 from jobs.common.keys import FORMAT, FORMAT_FIELD, MODEL_FIELD
 from jobs.common.rq_jobs import JobStatus, job_key, job_queue, job_status, last_result, results_key
 from jobs.common.workers import read_workers
@@ -85,12 +85,20 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
     ]
     for reason in _reasons(result):
         lines.append(f"         {reason}")
+    repeated = _counted(result["rows_repeated"], "row")
+    repeat = "repeats" if repeated == "1 row" else "repeat"
     lines += [
-        f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
-        f"prompts  {result['prompt_tokens']:,.0f} tokens; shared beginnings of the asked prompts save about "
+        f"asked    {_counted(result['requests'], 'prompt')}; {repeated} {repeat} an earlier one",
+        f"prompts  {_counted(result['prompt_tokens'], 'token')}; shared beginnings of the asked prompts save about "
         f"{result['cached_tokens']:,.0f}",
     ]
     return lines
+
+
+def _counted(number: float, noun: str) -> str:
+    """Return a number, rounded, with its noun."""
+    rounded = float(f"{number:.0f}")
+    return f"{rounded:,.0f} {plural(noun, rounded)}"
 
 
 def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
@@ -100,17 +108,16 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     commonest = result.get("commonest_failure")  # missing if the worker's version is older
     why = f": {safe_name(commonest)}" if commonest else ""
     if num_failed and num_failed == num_tried:
-        return [
-            f"but      all {num_tried} rows that were tried failed, so the run's time and cost are not known{why}"
-        ]
+        all_tried = "the only row that was" if num_tried == 1 else f"all {num_tried} rows that were"
+        return [f"but      {all_tried} tried failed, so the run's time and cost are not known{why}"]
 
     lines = []
     seconds = result["seconds"]
     # Embeddings and scores have no tokens of answers.
     if result["completion_tokens"]:
         lines.append(
-            f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
-            f"are computed, estimated from {num_tried} rows"
+            f"answers  {_counted(result['completion_tokens'], 'token')}, of which {result['generated_tokens']:,.0f} "
+            f"are computed, estimated from {_counted(num_tried, 'row')}"
         )
     lines.append(
         f"time     {duration_range(seconds)} on one worker like this one, alone with the run"
@@ -118,7 +125,7 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     escalated = result.get("rows_escalated")
     if escalated:
         lines.append(
-            f"again    {escalated:,.0f} rows, by the second model; time and cost leave these out"
+            f"again    {_counted(escalated, 'row')}, by the second model; time and cost leave these out"
         )
     if num_failed:
         lines.append(f"but      {num_failed} of the {num_tried} rows that were tried failed{why}")
@@ -217,7 +224,7 @@ def _await_end(connection: redis.Redis, queue: str, job_id: str) -> JobStatus | 
 
 def _show(row: dict[str, Any]) -> None:
     """Print a row of a preview: its prompt, then its error or its answer."""
-    click.echo(f"row {row['row']}: {row['prompt_tokens']} tokens")
+    click.echo(f"row {row['row']}: {row['prompt_tokens']} {plural('token', row['prompt_tokens'])}")
     if row.get("tools") is not None:
         click.echo(f"  tools: {_text(row['tools'])}")
     for message in row["prompt"]:
@@ -237,7 +244,7 @@ def _show(row: dict[str, Any]) -> None:
             click.echo(f"  answer ({reason}): {_text(text)}")
         for calls in row.get("tool_calls") or ():
             click.echo(f"    tool_calls: {_text(calls)}")
-        click.echo(f"  {row['tokens']} tokens")
+        click.echo(f"  {row['tokens']} {plural('token', row['tokens'])}")
 
 
 def _text(value: Any) -> str:

@@ -22,8 +22,8 @@ from jobs.cli.status_text import (
 from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
-from jobs.errors import UnknownRun
-from jobs.runs.output import RunOutput, named_run, output_here
+from jobs.errors import JobsError, UnknownRun
+from jobs.runs.output import RunOutput, named_run, output_here, read_output
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, left_text, obstacles
 
@@ -105,15 +105,19 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print the state of a run, or of all runs.
 
-    RUN is a run's id or its output folder. A folder works even if Redis has lost the run. Without RUN, all open runs
-    are shown, and the runs that ended last.
+    RUN is a run's id or its output folder. A folder works even if Redis has lost the run, and tells of finished parts
+    even if Redis does not answer. Without RUN, all open runs are shown, and the runs that ended last.
     """
     warn = partial(print_troubles, connection)
     if run is None:
         show_or_watch(lambda: _runs_in_short(connection, as_json), watch, warn=warn)
     else:
         shown = _ShownRun(connection, run, as_json)
-        show_or_watch(shown.look, watch, is_over=shown.is_over, warn=warn)
+        try:
+            show_or_watch(shown.look, watch, is_over=shown.is_over, warn=warn)
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+            shown.print_folder()
+            raise
         shown.print_failures()
 
 
@@ -146,7 +150,9 @@ class _ShownRun:
             if output is None:
                 raise
             self.snapshot = None
-            return output_json(output) if self._as_json else _output_text(output)
+            if self._as_json:
+                return output_json(output)
+            return _output_text(output, redis_answers=True)
         self.snapshot = snapshot
         if self._as_json:
             reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
@@ -159,6 +165,16 @@ class _ShownRun:
         lines = [status_text(snapshot, num_gone_parts)]
         lines += [f"waits    {obstacle}" for obstacle in obstacles(connection, snapshot)]
         return "\n".join(lines)
+
+    def print_folder(self) -> None:
+        """Print what the run's output folder says while Redis does not answer. Prints nothing for an id or JSON."""
+        if self._as_json:
+            return
+        # A damaged plan is not told: the error to show is that Redis does not answer.
+        with suppress(JobsError):
+            output = read_output(self._name)
+            if output is not None:
+                click.echo(_output_text(output, redis_answers=False))
 
     def print_failures(self) -> None:
         """Print why shards failed, as of the last look."""
@@ -183,17 +199,23 @@ def output_json(output: RunOutput) -> str:
     )
 
 
-def _output_text(output: RunOutput) -> str:
-    """Return lines with what a run's output folder says about the run. Redis is not asked."""
+def _output_text(output: RunOutput, *, redis_answers: bool) -> str:
+    """Return lines with what a run's output folder says about the run. Redis is not asked.
+
+    redis_answers: whether Redis has said that it does not know the run; False if Redis does not answer at all.
+    """
+    state = output.state
+    if state == "forgotten" and not redis_answers:
+        state = "not finished"
     errors = "" if output.errors is None else f", {output.errors} with an error"
     lines = [
-        f"run {output.plan.run}: {output.state}",
+        f"run {output.plan.run}: {state}",
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
         *gone_text(output.num_gone_parts, output.folder),
     ]
-    if output.state == "forgotten":
+    if state == "forgotten":
         lines.append("this Redis does not know it any more: submit it again")
     return "\n".join(lines)
 

@@ -92,6 +92,11 @@ def duration_text(seconds: float) -> str:
     return f"{whole_s} s"
 
 
+def plural(noun: str, number: float) -> str:
+    """Return a noun as it stands after a number: "row" after 1, "rows" after any other number."""
+    return noun if number == 1 else f"{noun}s"
+
+
 def price_text(price: float) -> str:
     """Return an amount of any currency with two decimals. Below 1, return it with three significant digits."""
     if price >= 1 or price <= 0:

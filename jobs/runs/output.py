@@ -51,7 +51,7 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     """
     if is_run_id(name):
         return name, None
-    output = _read_output(name)
+    output = read_output(name)
     if output is not None:
         return output.plan.run, output
 
@@ -67,13 +67,13 @@ def output_here(folder: str, run: str) -> RunOutput | None:
     """Return the output of this run in a folder; None if the folder is on another machine or belongs to another run."""
     with suppress(JobsError):
         # Redis names the folder, and anybody who may write to Redis may name a wrong one.
-        output = _read_output(folder)
+        output = read_output(folder)
         if output is not None and output.plan.run == run:
             return output
     return None
 
 
-def _read_output(name: str) -> RunOutput | None:
+def read_output(name: str) -> RunOutput | None:
     """Return the output in a folder; None if this machine can find no plan there. Raises PlanDamaged."""
     folder = run_path(name)
     path = os.path.join(folder, PLAN)

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -425,6 +426,21 @@ def test_what_costs_a_file_is_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=text):
         score(make_context(), tmp_path / name, tmp_path)
+
+
+def test_columns_of_several_levels_are_to_be_flattened(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.parquet"
+    frame = pd.DataFrame({("prompt", ""): ["a"], ("length", "words"): [1]})
+    frame.to_parquet(file)
+    flattening = "frame.columns = ['_'.join(map(str, name)) for name in frame.columns]"
+    with pytest.raises(MissingColumn, match=re.escape(f"flatten them: {flattening})")):
+        score(make_context(), file, tmp_path)
+    frame.columns = ["_".join(map(str, name)) for name in frame.columns]
+    frame.to_parquet(file)
+    with pytest.raises(MissingColumn, match="the file holds 'prompt_', 'length_words'; name one"):
+        score(make_context(), file, tmp_path)
 
 
 def test_a_damaged_arrow_file_ends_in_a_named_error_wherever_it_is_damaged(

@@ -128,7 +128,7 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     process.terminate()
     assert process.wait(timeout=60) == 0
     assert leftovers(server.admin, "bulk") == []
-    assert "requeued 1 jobs" in tokenmill(workers, url, "requeue", "--queue", "bulk", failed.id)
+    assert "requeued 1 job" in tokenmill(workers, url, "requeue", "--queue", "bulk", failed.id)
     # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
     # `tokenmill info` asks for what only workers may read, and does without.
     expected = ("client", "tokenmill:held:bulk")

@@ -87,6 +87,12 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
     columns = ", ".join(map(repr, schema.names)) or "no columns"
     if {"custom_id", "body"} <= set(schema.names):
         columns += " (if these are lines of OpenAI's batches, say --format openai-batch)"
+    # pandas writes a name of several levels as Python writes a tuple, such as "('text', '')".
+    if any(column.startswith("('") and column.endswith(")") for column in schema.names):
+        columns += (
+            " (if pandas made these of several levels, flatten them: "
+            "frame.columns = ['_'.join(map(str, name)) for name in frame.columns])"
+        )
     return MissingColumn(name, path, columns)
 
 

@@ -6,6 +6,7 @@ from typing import TextIO
 from tqdm import tqdm
 from tqdm.auto import tqdm as tqdm_for_notebooks
 
+from jobs.common.display import plural
 from jobs.runs.watching.snapshot import RunSnapshot, left_text
 
 #: tqdm's format without its estimate of the time left. That estimate takes all rows as equal, but rows may get longer.
@@ -56,5 +57,6 @@ def speed_text(snapshot: RunSnapshot) -> str:
     if time_left:
         texts.append(time_left)
     if snapshot.failed_jobs:
-        texts.append(f"{len(snapshot.failed_jobs)} shards failed")
+        num_failed = len(snapshot.failed_jobs)
+        texts.append(f"{num_failed} {plural('shard', num_failed)} failed")
     return ", ".join(texts)

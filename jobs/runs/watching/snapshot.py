@@ -261,9 +261,12 @@ def left_text(snapshot: RunSnapshot) -> str:
 
 def expired_text(snapshot: RunSnapshot) -> str:
     """Say how many rows were not begun before a run's deadline, and what to do."""
+    is_one = snapshot.expired == 1
+    rows_were = "row was" if is_one else "rows were"
+    them = "it" if is_one else "them"
     return (
-        f"{snapshot.expired} rows were not begun before the deadline: "
-        f"`tokenmill errors {snapshot.run} --retry NEW` asks them"
+        f"{snapshot.expired} {rows_were} not begun before the deadline: "
+        f"`tokenmill errors {snapshot.run} --retry NEW` asks {them}"
     )
 
 

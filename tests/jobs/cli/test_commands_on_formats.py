@@ -112,7 +112,8 @@ def test_every_command_works_on_every_format(
     assert "_report.html" in says("report", output)
     reused = ("--reuse", output, "--wait", "--single-file", "--output-format", "csv")
     assert "6 rows of earlier runs" in says("submit", source, tmp_path / "again", *reused, *asked)
-    assert "finished" in says("errors", output, "--retry", tmp_path / "mended", "--wait")
+    assert says("errors", output, "--retry", tmp_path / "mended", "--wait") == ""
+    assert not (tmp_path / "mended").exists(), "there is nothing to ask again"
     says("submit", source, tmp_path / "third", "--order", "prefix", *asked)
     says("cancel", tmp_path / "third")
 

@@ -134,3 +134,39 @@ def test_a_run_without_failed_rows_writes_no_file(
     shown = invoke("errors", runs.output, "--export", tmp_path / "failed.parquet")
     assert shown.stdout == "no row has an error\n"
     assert not (tmp_path / "failed.parquet").exists()
+
+
+def test_a_single_row_is_counted_in_the_singular(
+    runs: Runs, invoke: Invoke, tmp_path: Path
+) -> None:
+    runs.write([None, "a"])
+    runs.score()
+    file = tmp_path / "failed.csv"
+    assert "1 row with an error\n" in invoke("errors", runs.output).stdout
+    assert invoke("errors", runs.output, "--export", file).stdout == f"1 row in {file}\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--cut", "--max-tokens", "512")], ids=["failed", "cut"])
+def test_a_run_without_failed_rows_is_not_submitted_again(
+    runs: Runs, invoke: Invoke, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    runs.write(["a"])
+    runs.score()
+    num_jobs = len(runs.jobs)
+    shown = invoke("errors", runs.output, "--retry", tmp_path / "new", *options)
+    assert (shown.exit_code, shown.stdout) == (0, "")
+    assert shown.stderr == "no row has an error\n"
+    assert len(runs.jobs) == num_jobs
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_whose_part_is_gone_is_submitted_again(
+    runs: Runs, invoke: Invoke, tmp_path: Path
+) -> None:
+    runs.write(["a", "b"])
+    runs.score(rows_per_shard=1)
+    next(runs.output.glob("*.parquet")).unlink()
+    num_jobs = len(runs.jobs)
+    shown = invoke("errors", runs.output, "--retry", tmp_path / "new")
+    assert shown.exit_code == 0, shown.output
+    assert len(runs.jobs) == num_jobs + 1

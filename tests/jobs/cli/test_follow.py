@@ -67,7 +67,7 @@ def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
     last = frames[-1]
     assert last.startswith("running:  40%")
     assert "40/100" in last
-    assert "7 tok/s, 1 h 2 min left, 1 shards failed" in last
+    assert "7 tok/s, 1 h 2 min left, 1 shard failed" in last
     assert speed_text(snapshot(quiet_s=1.0)) == "estimating"
     assert speed_text(snapshot(quiet_s=45.0, left_s=60.0)) == "stalled for 45 s"
 

@@ -63,9 +63,7 @@ def test_a_pickle_written_as_a_job_does_not_run(
         in shown.output
     )
     assert "worker w: busy on bulk, job failed" in shown.output
-    assert (
-        tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
-    )
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 job\n"
     assert queue.job_ids == ["abandoned", "failed"]
     assert not mark.exists()
 
@@ -90,7 +88,7 @@ def test_requeue_all_takes_the_oldest_up_to_its_limit_and_names_those_that_are_g
     jobs = failed_jobs(queue, *ids)
     redis.delete(jobs[0].key)
     assert tokenmill(redis_url, "requeue", "--queue", "bulk", "--all", "--limit", "3").output == (
-        "requeued 2 jobs\n1 are listed as failed but gone: job-000\n"
+        "requeued 2 jobs\n1 is listed as failed but gone: job-000\n"
     )
     assert queue.job_ids == ids[1:3]
     assert tokenmill(redis_url, "requeue", "--queue", "bulk", "--all").output.startswith(
@@ -109,18 +107,18 @@ def test_jobs_of_a_cancelled_run_are_not_requeued_and_hide_no_other(
     redis.hset(f"tokenmill:run:{other}", "queue", "bulk")
     one = tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0], f"{other}-00000")
     assert one.exit_code == 1
-    assert one.output.startswith("requeued 1 jobs\n")
+    assert one.output.startswith("requeued 1 job\n")
     assert (
         f"1 not requeued: {of_run[0]}: `tokenmill submit` with the same arguments resumes a run"
         in one.output
     )
     rest = tokenmill(redis_url, "requeue", "--queue", "bulk", "--all", "--limit", "1")
     assert rest.exit_code == 0
-    assert rest.output.startswith("requeued 1 jobs\n212 not requeued: ")
+    assert rest.output.startswith("requeued 1 job\n212 not requeued: ")
     assert queue.job_ids == [f"{other}-00000", "prompt"]
     redis.hdel(f"tokenmill:run:{run}", "cancelled")  # it was submitted again
     assert (
-        tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0]).output == "requeued 1 jobs\n"
+        tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0]).output == "requeued 1 job\n"
     )
 
 
@@ -136,7 +134,7 @@ def test_requeue_all_leaves_jobs_that_ask_for_what_is_wrong(
     assert told.startswith("requeued 19 jobs\n210 left, because what they ask for is wrong")
     assert queue.job_ids == [*ids[:5], *ids[215:229]]
     one = tokenmill(redis_url, "requeue", "--queue", "bulk", "job-005")
-    assert one.output == "requeued 1 jobs\n"
+    assert one.output == "requeued 1 job\n"
 
 
 def test_requeue_all_takes_the_jobs_of_one_error_even_if_it_was_their_fault(
@@ -170,6 +168,30 @@ def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
     assert "not among the failed jobs of bulk: waiting, no\\x1b[2Jsuch" in shown.output
     assert queue.job_ids == ["waiting"]
     assert redis.hgetall("rq:job:waiting") == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("requeue", "--queue", "bukl", "--all"), ("requeue", "--queue", "bukl", "job")],
+    ids=["all", "one"],
+)
+def test_requeue_names_a_queue_that_does_not_exist(
+    redis: Redis, redis_url: str, queue: Queue, command: tuple[str, ...]
+) -> None:
+    assert "no queue is named bukl: there is none" in tokenmill(redis_url, *command).output
+    failed_jobs(queue, "job")
+    shown = tokenmill(redis_url, *command)
+    assert shown.exit_code == 1
+    assert shown.output == "Error: no queue is named bukl: there are bulk\n"
+
+
+def test_requeue_all_of_an_empty_queue_is_no_error(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    queue.enqueue("jobs.complete", "a")
+    queue.empty()
+    shown = tokenmill(redis_url, "requeue", "--queue", "bulk", "--all")
+    assert (shown.exit_code, shown.output) == (0, "requeued 0 jobs\n")
 
 
 @pytest.mark.parametrize("key", ["rq:failed:bulk", "rq:job:job"])

@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from click.testing import Result as ClickResult
 from redis import Redis
 from rq.job import JobStatus
 from rq.results import Result
 
-from jobs.cli import status_text
+from jobs.cli import main, status_text
 from jobs.common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key, worker_key
 from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
@@ -36,6 +38,35 @@ def test_status_counts_what_is_done_started_queued_and_failed(
     assert "shards   1 of 5 done, 1 started, 2 queued, 1 failed" in result.stdout
     assert "tokens   10 generated" in result.stdout
     assert f"{failed.id}: jobs.errors.InputChanged: it changed" in result.stderr
+
+
+def test_status_of_a_folder_tells_what_the_folder_says_while_redis_does_not_answer(
+    runs: Runs, source: Path
+) -> None:
+    def status(*arguments: str) -> ClickResult:
+        url = "redis://127.0.0.1:1/0"  # nothing listens there
+        return CliRunner().invoke(main, ["--url", url, "status", *arguments])
+
+    run = runs.plan(source, rows_per_shard=2)["run"]
+    first, *rest = runs.jobs
+    runs.run(first)
+    shown = status(str(runs.output))
+    assert shown.exit_code == 1
+    assert "does not answer" in shown.stderr
+    assert shown.stdout.splitlines() == [
+        f"run {run}: not finished",
+        f"output   {runs.output}",
+        "rows     5",
+        "shards   1 of 3 done",
+    ]
+    for job in rest:
+        runs.run(job)
+    assert f"run {run}: finished" in status(str(runs.output)).stdout
+    for arguments in ((run,), (str(runs.output), "--json"), (str(runs.output.parent),), ()):
+        shown = status(*arguments)
+        assert (shown.exit_code, shown.stdout) == (1, "")
+    (runs.output / "_plan.json").write_text("{")
+    assert "does not answer" in status(str(runs.output)).stderr
 
 
 def test_status_of_a_folder_needs_no_key_in_redis(
@@ -119,7 +150,7 @@ def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(
     monkeypatch.chdir(tmp_path)
     for name in ("out", "out/", "./out", f"{tmp_path}/out/"):
         assert f"run {run}: planning" in invoke("status", name).stdout
-    assert "1 jobs removed" in invoke("cancel", "out/").stdout
+    assert "1 job removed" in invoke("cancel", "out/").stdout
 
 
 @pytest.mark.parametrize("options", [(), ("--wait",)])

@@ -52,7 +52,7 @@ def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
     runs.work(answered)
     told = "1 with an error, 3 failed their check, 1 cut at their limit of tokens"
     assert f"rows     5 of 5, {told}" in invoke("status", name).stdout
-    assert told.replace("with", "rows with", 1) in invoke("errors", name).stdout
+    assert told.replace("with", "row with", 1) in invoke("errors", name).stdout
     for command in (("status", name), ("errors", output)):
         as_json = json.loads(invoke(*command, "--json").stdout)
         assert (as_json["errors"], as_json["failed_checks"], as_json["cut"]) == (1, 3, 1)
@@ -68,7 +68,7 @@ def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
     (listed,) = list_runs(redis)
     assert (listed.errors, listed.failed_checks, listed.cut) == (1, 3, 1)
     redis.flushall()
-    assert told.replace("with", "rows with", 1) in invoke("errors", output).stdout
+    assert told.replace("with", "row with", 1) in invoke("errors", output).stdout
 
 
 def planning_that_failed(redis: Redis, invoke: Invoke, tmp_path: Path) -> tuple[str, Any]:

@@ -123,7 +123,7 @@ def test_a_run_that_is_stopped_is_told_too(site: Site) -> None:
 
 def test_a_run_that_a_person_cancels_is_told_once_planned_or_not(site: Site) -> None:
     run = site.submit()
-    assert "1 jobs removed" in site.invoke("cancel", run).stdout  # its planning
+    assert "1 job removed" in site.invoke("cancel", run).stdout  # its planning
     content = {"run": run, "state": "cancelled", "output": str(site.runs.output), "reason": None}
     assert site.told == [{**content, "rows": None, "shards": None, "rows_done": 0, "errors": 0}]
     site.redis.flushall()
