@@ -16,7 +16,8 @@ class FailedRows:
     """Failed jobs as a page shows them. Safe to call from many threads.
 
     A page asks for itself again every two seconds. A failed job does not change until it is tried again, and then it
-    ends at another time. So a row is read again only if its job ended at another time.
+    ends at another time. So a row is read again only if its job ended at another time. The time is unknown if RQ has
+    failed a job whose worker was gone. The row of such a job is read each time.
     """
 
     def __init__(self, connection: Redis) -> None:
@@ -36,7 +37,15 @@ class FailedRows:
             )
             self._rows.update(zip(unread, rows_read, strict=True))
             rows = [self._rows[entry] for entry in jobs]
-            num_too_many = max(0, len(self._rows) - MAX_ROWS)
-            for entry in list(self._rows)[:num_too_many]:
-                del self._rows[entry]
+            self._forget_some(unread)
         return rows
+
+    def _forget_some(self, just_read: Sequence[tuple[float, Job]]) -> None:
+        """Forget the rows whose jobs' end is unknown or another than was said, and the oldest ones if they are many."""
+        for entry in just_read:
+            ended_at, _job = entry
+            if self._rows[entry].ended_at != ended_at:
+                del self._rows[entry]
+        num_too_many = max(0, len(self._rows) - MAX_ROWS)
+        for entry in list(self._rows)[:num_too_many]:
+            del self._rows[entry]
