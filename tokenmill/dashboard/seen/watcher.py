@@ -118,13 +118,15 @@ class Watcher:
         names = all_workers[:MAX_WORKERS]
         workers = read_workers(self.connection, names)
         self._remember([each.sample for each in workers if each.sample is not None])
+        # A run may wait for workers that are not looked at here.
+        workers_of_runs = workers if len(names) == len(all_workers) else None
         return Look(
             at=now,
             queues=tuple(sorted(queues, key=_busiest)),
             num_queues=len(all_queues),
             workers=self._rows(workers),
             num_workers=len(all_workers),
-            runs=tuple(list_runs(self.connection, MAX_RUNS, workers=workers)),
+            runs=tuple(list_runs(self.connection, MAX_RUNS, workers=workers_of_runs)),
         )
 
     def _remember(self, samples: Sequence[WorkerSample]) -> None:
