@@ -77,6 +77,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
         return None
     try:
         method = values.get("quant_method")
+        if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
+            method = "bitsandbytes"  # transformers has not written the method before 4.32
         if method not in READERS:
             raise UnsupportedModel(
                 f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}"

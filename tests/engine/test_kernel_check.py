@@ -117,8 +117,12 @@ def test_a_wrong_kernel_is_the_last_one_named(
         ),
         (bnb4_config("nf4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
         (bnb4_config("fp4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+            lambda scales, zeros: (scales.roll(1, 1), zeros),
+        ),
     ],
-    ids=["awq", "bnb_nf4", "bnb_fp4"],
+    ids=["awq", "bnb_nf4", "bnb_fp4", "bnb_int8"],
 )
 def test_products_with_packed_weights_are_checked(
     tmp_path: Path,
@@ -133,8 +137,10 @@ def test_products_with_packed_weights_are_checked(
     (tmp_path / "config.json").write_text(json.dumps(config))
     right = triton_backend.PACKED
     named: list[str] = []
+    is_of_bitsandbytes = section["quant_method"] == "bitsandbytes"
 
     def product(x: Any, words: Any, scales: Any, zeros: Any, *rest: Any) -> Any:
+        assert scales.dtype == (torch.float32 if is_of_bitsandbytes else torch.float16)
         if named.count("products with packed weights") == 4:
             scales, zeros = takes(scales, zeros)
         return right.product(x, words, scales, zeros, *rest)

@@ -418,6 +418,15 @@ def ct(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
     }
 
 
+def test_a_section_of_bitsandbytes_need_not_name_its_method() -> None:
+    """transformers has written the method only since 4.32, and still reads what it wrote before."""
+    section = {"load_in_4bit": False, "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    with_method = {"quant_method": "bitsandbytes", **section}
+    found = read_quantization({"quantization_config": section})
+    assert found is not None
+    assert found == read_quantization({"quantization_config": with_method})
+
+
 @pytest.mark.parametrize(
     ("quantization_config", "message"),
     [

@@ -200,7 +200,7 @@ def test_an_index_reads_each_job_once_and_forgets_those_that_are_gone(redis: Red
 
 
 def test_a_row_is_read_once_until_its_job_has_failed_again(redis: Redis) -> None:
-    fail(redis, "one")
+    fail(redis, "one", ended_at="1970-01-01T00:00:01.000000Z")
     end(redis, "one", CLIENT.format(9))
     rows = FailedRows(redis)
     ended = [(1.0, ("bulk", "one"))]
@@ -215,3 +215,18 @@ def test_a_row_is_read_once_until_its_job_has_failed_again(redis: Redis) -> None
     end(redis, "one", CLIENT.format(10))
     [row_of_second_failure] = rows.read([(2.0, ("bulk", "one"))])
     assert row_of_second_failure.error == "jobs.errors.PromptTooLong: 10 tokens"
+
+
+def test_a_row_whose_end_is_unknown_is_read_each_time(redis: Redis) -> None:
+    fail(redis, "one", ended_at="")  # RQ leaves it so where a job's worker was gone
+    end(redis, "one", CLIENT.format(9))
+    rows = FailedRows(redis)
+    ended = [(0.0, ("bulk", "one"))]
+    [first] = rows.read(ended)
+
+    end(redis, "one", CLIENT.format(10))
+    [second] = rows.read(ended)
+    assert (first.error, second.error) == (
+        "jobs.errors.PromptTooLong: 9 tokens",
+        "jobs.errors.PromptTooLong: 10 tokens",
+    )

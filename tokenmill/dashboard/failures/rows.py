@@ -15,8 +15,9 @@ MAX_ROWS = 10_000
 class FailedRows:
     """The rows of the page of failed jobs. Safe to call from many threads.
 
-    A failed job does not change until it is tried again, and then it ends at another time. So a row is read again only
-    if the time is another one, although an open page requests its rows every two seconds.
+    A page asks for itself again every two seconds. A failed job does not change until it is tried again, and then it
+    ends at another time. So a row is read again only if its job ended at another time. The time is unknown if RQ has
+    failed a job whose worker was gone. The row of such a job is read each time.
     """
 
     def __init__(self, connection: Redis) -> None:
@@ -35,7 +36,18 @@ class FailedRows:
             new_rows = read_failed(self._connection, entries)
             self._rows.update(zip(unread, new_rows, strict=True))
             rows = [self._rows[timed_job] for timed_job in jobs]
-            num_too_many = max(0, len(self._rows) - MAX_ROWS)
-            for timed_job in list(self._rows)[:num_too_many]:
-                del self._rows[timed_job]
+            self._forget_some(unread)
         return rows
+
+    def _forget_some(self, just_read: Sequence[tuple[float, Job]]) -> None:
+        """Forget rows that may change, and the first ones if there are too many.
+
+        A row may change if the time at which its job ended is unknown, or is not the time that the caller knew.
+        """
+        for timed_job in just_read:
+            ended_at, _job = timed_job
+            if self._rows[timed_job].ended_at != ended_at:
+                del self._rows[timed_job]
+        num_too_many = max(0, len(self._rows) - MAX_ROWS)
+        for timed_job in list(self._rows)[:num_too_many]:
+            del self._rows[timed_job]

@@ -130,15 +130,18 @@ class Watcher:
         all_queues = queue_names(self.connection)
         all_workers = worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
-        workers = read_workers(self.connection, all_workers[:MAX_WORKERS])
+        names = all_workers[:MAX_WORKERS]
+        workers = read_workers(self.connection, names)
         self._remember([worker.sample for worker in workers if worker.sample is not None])
+        # A run may wait for workers that are not looked at here.
+        workers_of_runs = workers if len(names) == len(all_workers) else None
         return Look(
             at=now,
             queues=tuple(sorted(queues, key=_busiest_first)),
             num_queues=len(all_queues),
             workers=self._rows(workers),
             num_workers=len(all_workers),
-            runs=tuple(list_runs(self.connection, MAX_RUNS, workers=workers)),
+            runs=tuple(list_runs(self.connection, MAX_RUNS, workers=workers_of_runs)),
         )
 
     def _remember(self, samples: Sequence[WorkerSample]) -> None:

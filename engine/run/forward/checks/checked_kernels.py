@@ -434,7 +434,8 @@ def _random_form(scheme: Scheme, columns: int) -> PackedForm:
         kind = KINDS[f"{scheme.kind}{scheme.bits}"]
         return PackedForm(kind, gcd(columns, USUAL_BLOCK), torch.float32)
     kind = "fp8" if scheme.kind == "float" else f"int{scheme.bits}"
-    return PackedForm(kind, scheme.block[1], torch.float16)
+    scale_dtype = torch.float32 if scheme.layout == "bitsandbytes8" else torch.float16
+    return PackedForm(kind, scheme.block[1], scale_dtype)
 
 
 def _one_layer_of_each_kind(decoder: DecoderConfig) -> DecoderConfig:

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
 from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_jobs_seen import end, fail
+from tokenmill.dashboard.seen import watcher
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[2J\u202e"
 RUN = "0123456789abcdef"
@@ -160,6 +161,18 @@ def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
     assert "node-298" in page.get("/?workers=99999").text
     for odd in ("-1", "x", "9" * 30, "\u0661"):
         assert page.get("/failed", params={"page": odd, "queue": "bulk"}).status_code == 200
+
+
+def test_the_workers_of_a_run_count_although_there_are_too_many_to_look_at(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "MAX_WORKERS", 1)
+    put_run(redis)
+    put_worker(redis, "a")
+    put_worker(redis, "b")
+    look = watcher.Watcher(redis, time.time).look()
+    assert look.num_workers == 2
+    assert [run.workers for run in look.runs] == [2]
 
 
 def test_a_run_shows_its_shards_and_what_it_waits_for(redis: Redis, page: TestClient) -> None:
