@@ -163,16 +163,18 @@ def prefill_shape(dim_pad: int, itemsize: int, gpu: GpuKind) -> PrefillShape:
     return PrefillShape(tile, num_warps, NUM_STAGES, max_registers)
 
 
-def heads_of_program(group: int, dim_pad: int, itemsize: int) -> int:
+def heads_of_program(group: int, dim_pad: int, itemsize: int, gpu: GpuKind) -> int:
     """Return how many query heads share the keys and values that a program reads: 1 or 2.
 
     With one head, a byte of keys and values serves 64 operations. A Hopper's L2 cache delivers about 5.5 TB/s, enough
-    for 45 % of what its products could compute. With two heads, a byte serves 128 operations.
+    for 45 % of what its products could compute. With two heads, a byte serves 128 operations. GPUs with slower products
+    are not held up by their caches, and have room for more programs of one head.
 
     group: query heads of a KV head. dim_pad: a head's padded size. itemsize: bytes of a query's number.
     """
+    has_fast_products = gpu.has_warp_groups or gpu.has_tensor_memory
     has_registers = dim_pad <= 128 and itemsize < 4
-    return 2 if has_registers and group % 2 == 0 else 1
+    return 2 if has_fast_products and has_registers and group % 2 == 0 else 1
 
 
 def prefill_attention(
@@ -199,9 +201,10 @@ def prefill_attention(
     assert out.is_contiguous()
     block_size, kv_heads = key_cache.shape[1:3]
     dim_pad = pad_head_dim(head_dim)
-    shape = prefill_shape(dim_pad, query.element_size(), kind_of(query.device))
+    gpu = kind_of(query.device)
+    shape = prefill_shape(dim_pad, query.element_size(), gpu)
     group = heads // kv_heads
-    heads_tile = heads_of_program(group, dim_pad, query.element_size())
+    heads_tile = heads_of_program(group, dim_pad, query.element_size(), gpu)
     num_warps = shape.num_warps if heads_tile == 1 else TWO_HEADS_WARPS
     # heads in the first place of the grid: those of one group read the same keys at the same time
     prefill_kernel[(heads // heads_tile, len(batch.seqs))](
