@@ -136,14 +136,21 @@ def test_our_own_code_is_not_interrupted_but_asks(pool: FunctionPool) -> None:
 PROFILED = """
 import sys
 from worker.threads.interrupts import Call
-Call(lambda: None, lambda value, error: None).run()
+
+def interrupted():
+    call.interrupt(KeyError)
+
+call = Call({function}, lambda value, error: None)
+call.run()
 sys.setprofile(lambda *event: None)
-def call(): ...
-call()
+def function(): ...
+function()
 """
 
 
 @pytest.mark.processes
-def test_a_process_can_be_profiled_after_a_call() -> None:
+@pytest.mark.parametrize("function", ["lambda: None", "interrupted"])
+def test_a_process_can_be_profiled_after_a_call(function: str) -> None:
     """It hung at its first call of a function."""
-    subprocess.run([sys.executable, "-c", PROFILED], check=True, timeout=60)
+    program = PROFILED.format(function=function)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

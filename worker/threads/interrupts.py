@@ -20,10 +20,27 @@ _current = threading.local()
 _one_import = threading.Lock()
 
 
-def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread at its next instruction. None takes back an earlier error that is still pending."""
-    target = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
+class _Replacement(BaseException):
+    """Takes the place of an error that is still pending."""
+
+
+def _raise_in(thread_id: int, error: type[BaseException]) -> None:
+    """Raise an error in a thread at its next instruction. An earlier error that is still pending is dropped."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(error))
+
+
+def _drop_pending_error() -> None:
+    """Drop an error that another thread has raised in this one, and that is still pending.
+
+    CPython could take the error back without another one. But in CPython 3.11, profilers, debuggers and coverage would
+    then stop all threads at their next call of a function: an error that was announced and never occurs is waited for.
+    """
+    try:
+        _raise_in(threading.get_ident(), _Replacement)
+        for _ in range(1000):
+            pass  # CPython raises pending errors between two rounds of a loop
+    except _Replacement:
+        pass
 
 
 def as_class(error: Exception) -> type[Exception]:
@@ -187,11 +204,10 @@ class Call:
             with self._lock:
                 # Without a thread id, nobody raises a further error in this thread. So the id must go first.
                 self._thread_id = None
-                # An earlier error may still be pending. `_raise_in` lets the error occur here or takes it back, so that
-                # it never hits what the thread does next. Without an earlier error, `_raise_in` must not be called: in
-                # CPython 3.11 that would stop profilers, debuggers and coverage in all threads after one more call.
+                # An earlier error may still be pending. It occurs here or is dropped, so that it never hits what the
+                # thread does next.
                 if self._has_raised:
-                    _raise_in(threading.get_ident(), error=None)
+                    _drop_pending_error()
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
         """Call `load`, which imports a module, and return its value. Interrupts wait for the end of the import."""
