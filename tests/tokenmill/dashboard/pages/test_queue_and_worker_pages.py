@@ -58,7 +58,7 @@ def test_a_queues_page_lists_what_waits_as_workers_take_it_and_puts_jobs_to_the_
 
 def test_each_place_of_a_queue_lists_its_jobs(redis: Redis, page: TestClient) -> None:
     redis.sadd("rq:queues", "rq:queue:bulk")
-    soon = time.time() + 7201
+    soon = time.time() + 7230
     for place, key in (("executing", "wip"), ("finished", "finished"), ("deferred", "deferred")):
         member = "one:execution" if place == "executing" else "one"
         redis.zadd(f"rq:{key}:bulk", {member: soon})
