@@ -12,6 +12,7 @@ from tests.tokenmill.dashboard.test_jobs_seen import end, fail
 from tokenmill.dashboard.failures.groups import Group, Remedy, cause_of, fold
 from tokenmill.dashboard.failures.index import CHUNK, FailureIndex
 from tokenmill.dashboard.failures.rows import FailedRows
+from worker.errors import NotAllowed
 
 CLIENT = "jobs.errors.PromptTooLong: {} tokens\ntokenmill: client\n"
 SERVER = "jobs.errors.DiskFull: no space on /data/{}\ntokenmill: server\n"
@@ -61,6 +62,9 @@ def test_a_cause_says_whether_trying_again_can_help() -> None:
     assert cause_of(SERVER.format(1)).remedy is Remedy.SERVER
     assert cause_of(STRANGE.format(1)).remedy is Remedy.UNKNOWN
     assert cause_of("").remedy is Remedy.UNKNOWN
+    not_allowed = str(NotAllowed("function", "jobs.complte", ""))
+    with_class = f"worker.errors.NotAllowed: {not_allowed}\ntokenmill: client\n"
+    assert cause_of(with_class).remedy is Remedy.SETTING
     assert cause_of("x\ntokenmill: cancelled\n").remedy is Remedy.CANCELLED
     assert cause_of(STRANGE, is_stopped=True).remedy is Remedy.CANCELLED
     assert cause_of("ValueError: a\n").key != cause_of("ValueError: a\ntokenmill: client\n").key

@@ -23,10 +23,14 @@ class Remedy(Enum):
     """Whether trying a failed job again can help. The value is the sentence that a person reads."""
 
     CLIENT = "Trying again does not help: what the job asks for is wrong."
+    SETTING = "Trying again can help, once the workers' settings allow what the job asks for."
     SERVER = "Trying again can help, once the cause is mended."
     CANCELLED = "Somebody stopped it. It runs if it is put back."
     UNKNOWN = "It is not known whether trying again helps: the error is no error of Tokenmill's."
 
+
+#: The error of a worker whose settings do not allow what a job asks for. It names the setting.
+NOT_ALLOWED = "NotAllowed"
 
 _REMEDIES = {"client": Remedy.CLIENT, "server": Remedy.SERVER, "cancelled": Remedy.CANCELLED}
 
@@ -67,6 +71,8 @@ def cause_of(error: str, *, is_stopped: bool = False) -> Cause:
     if match is not None:
         kind = match[1]
         message = line[match.end() :]
+    if remedy is Remedy.CLIENT and kind == NOT_ALLOWED:
+        remedy = Remedy.SETTING
     return Cause(kind, fold(message), remedy, message)
 
 
