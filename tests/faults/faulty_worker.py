@@ -36,7 +36,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "dependents queued": (JobStore, "queue_dependents"),
     "close": (JobStore, "close"),
     "release": (JobStore, "release"),
-    "reclaim": (JobStore, "abandoned"),
+    "reclaim": (JobStore, "find_abandoned"),
     "callback": (Callbacks, "call_back"),
     "plan written": (planner, "create_plan"),
     "shards enqueued": (RunState, "write"),

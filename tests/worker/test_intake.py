@@ -290,6 +290,9 @@ def test_a_lane_that_waits_to_be_tokenized_gets_one_turn_in_twenty(loop: Loop) -
         loop.send(name, BULK, LONG_CHARS)
     for name in numbered("high", URGENT_TURNS + 5):
         loop.send(name, HIGH, LONG_CHARS)
+    loop.send("all arrived", BULK + 1)  # a lane of its own, in which nothing waits
+    loop.wait_for("all arrived")
+    loop.engine.tokenized.clear()
     loop.let_go()
     loop.wait_for("begun", *numbered("bulk", 3), *numbered("high", URGENT_TURNS + 5))
     order = [name.rstrip("0123456789") for name in loop.engine.tokenized]
