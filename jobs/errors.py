@@ -225,8 +225,8 @@ class OtherEncoding(CorruptTable):
 
 
 class MarkedAsUTF8(CorruptTable):
-    """{path} begins with the mark of UTF-8, and the run's encoding is {encoding}: leave encoding out, or write the file
-    again as {encoding}"""
+    """{path} begins with UTF-8's byte order mark, and the run's encoding is {encoding}: leave encoding out, or write
+    the file again as {encoding}"""
 
 
 class OtherDelimiter(CorruptTable):

@@ -105,7 +105,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print the state of a run, or of all runs.
 
-    RUN is a run's id or its output folder. A folder works even if Redis has lost the run, and tells of finished parts
+    RUN is a run's id or its output folder. A folder works even if Redis has lost the run, and shows its finished parts
     even if Redis does not answer. Without RUN, all open runs are shown, and the runs that ended last.
     """
     warn = partial(print_troubles, connection)
@@ -170,7 +170,7 @@ class _ShownRun:
         """Print what the run's output folder says while Redis does not answer. Prints nothing for an id or JSON."""
         if self._as_json:
             return
-        # A damaged plan is not told: the error to show is that Redis does not answer.
+        # An error of the folder is not shown. The user needs to know that Redis does not answer.
         with suppress(JobsError):
             output = read_output(self._name)
             if output is not None:

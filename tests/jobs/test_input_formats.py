@@ -774,7 +774,9 @@ def test_a_file_with_the_mark_of_utf8_is_refused_in_an_encoding_of_single_bytes(
     make_context: MakeContext, tmp_path: Path, encoding: str
 ) -> None:
     (tmp_path / "in.csv").write_text("prompt\nschön\n", encoding="utf-8-sig")
-    with pytest.raises(MarkedAsUTF8, match=r"in.csv begins with the mark .* leave encoding out"):
+    with pytest.raises(
+        MarkedAsUTF8, match=r"in.csv begins with UTF-8's byte order mark.* leave encoding out"
+    ):
         score(make_context(), tmp_path / "in.csv", tmp_path / "out", encoding=encoding)
     score(make_context(), tmp_path / "in.csv", tmp_path / "out", encoding="utf-8-sig")
 

@@ -87,7 +87,7 @@ class Decoded(io.RawIOBase):
     """Turns a stream in some encoding into UTF-8. Bytes that are invalid in the encoding become invalid UTF-8.
 
     Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. It raises MarkedAsUTF8
-    if the stream has the mark of UTF-8, and the mark is three letters in this encoding. path, file_format: for the
+    if the stream has UTF-8's mark, and the mark would be three letters in this encoding. path, file_format: for the
     error.
     """
 
