@@ -32,7 +32,10 @@ MAP_TOLERANCE = 1e-4  # versions have computed the numbers of nf4 in more than o
 
 @dataclass(frozen=True)
 class Nesting:
-    """How largest magnitudes are quantized themselves. block: codes that share a scale. offset: is added to each."""
+    """How the magnitudes of blocks are quantized.
+
+    block: magnitudes that share a scale. offset: a number that is added to each magnitude.
+    """
 
     block: int
     offset: float
@@ -51,9 +54,9 @@ class QuantState:
 
 
 class FourBitCodes:
-    """A matrix of codes, row after row, two to a byte: the first one has the upper half.
+    """A matrix of codes, row after row. A byte holds two codes, the first one in its upper half.
 
-    kind: of NUMBERS.
+    kind: a key of NUMBERS.
     """
 
     def __init__(self, stored: CheckpointTensor, shape: tuple[int, int], kind: str) -> None:
@@ -69,9 +72,9 @@ class FourBitCodes:
 
 
 class NestedMagnitudes(CheckpointTensor):
-    """The largest magnitude of each block, [blocks] float32, stored as a code.
+    """The largest magnitude of each block of a weight, [blocks] float32. The file holds them as codes.
 
-    scales: of blocks of codes. numbers: what the codes stand for.
+    scales: one for each block of codes. numbers: the number that each code stands for.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class BlockScales(CheckpointTensor):
 
 
 class RowScales(CheckpointTensor):
-    """The scales of int8 rows, [rows] float32, of which the file has 127 times as much."""
+    """The scales of int8 rows, [rows] float32. The file holds 127 times each scale."""
 
     def __init__(self, stored: CheckpointTensor) -> None:
         self.name, self.path, self.dtype, self.shape = stored.name, stored.path, "F32", stored.shape
@@ -132,7 +135,7 @@ def open_four_bits(parts: Parts) -> tuple[FourBitCodes, BlockScales]:
 
     Raises MissingWeights or WeightMismatch as `get` of Parts does, DamagedWeights for a description of no such weight.
     """
-    quant_type = next((each for each, part in STATES.items() if parts.holds(part)), "nf4")
+    quant_type = "fp4" if parts.holds(STATES["fp4"]) else "nf4"
     state = _read_state(parts.get(STATES[quant_type], ("U8",)), quant_type)
     rows, columns = state.shape
     stored = parts.get("weight", tuple(STORAGE_BYTES))
@@ -170,10 +173,11 @@ def _open_magnitudes(parts: Parts, state: QuantState) -> CheckpointTensor:
 def open_row_scales(parts: Parts, num_rows: int) -> RowScales:
     """Open the scales of a module's int8 weight. Raises UnsupportedModel if it does not lie row after row."""
     if parts.holds("weight_format"):
-        found = parts.get("weight_format", ("U8",), ())
-        if int(found.whole()) != ROW_MAJOR:
+        tensor = parts.get("weight_format", ("U8",), ())
+        weight_format = int(tensor.whole())
+        if weight_format != ROW_MAJOR:
             raise UnsupportedModel(
-                f"{found.name!r} in {found.path} is {int(found.whole())}, {ROW_MAJOR} expected (rows): int8 in a "
+                f"{tensor.name!r} in {tensor.path} is {weight_format}, {ROW_MAJOR} expected (rows): int8 in a "
                 "GPU's tiles is not supported; save the model again with a newer bitsandbytes"
             )
     return RowScales(parts.get("SCB", FLOATS, (num_rows,)))
@@ -193,6 +197,6 @@ def _read_state(tensor: CheckpointTensor, quant_type: str) -> QuantState:
             raise ValueError("sizes are no positive integers")
         if values["quant_type"] != quant_type:
             raise ValueError(f"quant_type is {values['quant_type']!r}")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise damaged(tensor, f"describes no matrix in {quant_type} ({error!r})") from error
     return QuantState((rows, columns), values["blocksize"], nesting)

@@ -33,8 +33,12 @@ class Mxfp4Tensor(CheckpointTensor):
 
         group: columns of the result that share a scale, a divisor of BLOCK.
         """
-        blocks = self._blocks.part(slice(expert, expert + 1))[0][rows]
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)[:, columns]
+        first_block = columns.start // BLOCK
+        end_block = -(-columns.stop // BLOCK)
+        blocks = self._blocks.part(slice(expert, expert + 1))[0][rows, first_block:end_block]
+        first_column = columns.start - first_block * BLOCK
+        end_column = columns.stop - first_block * BLOCK
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)[:, first_column:end_column]
         groups = torch.arange(columns.start, columns.stop, group) // BLOCK
         exponents = self._scales.part(slice(expert, expert + 1))[0][rows][:, groups]
         scales = _factors(exponents)

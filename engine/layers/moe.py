@@ -198,16 +198,16 @@ class ExpertMLPs(WeightedModule):
             assert shard is not None
             expert, _, part = shard.partition(".")
             place = self._packed_place(part)
-            found = tensor.packed_part(place.rows, place.columns, group)
-            packed.fill(int(expert), place.start, found)
+            matrix_part = tensor.packed_part(place.rows, place.columns, group)
+            packed.fill(int(expert), place.start, matrix_part)
             return
         assert group is not None
         for part in PARTS[name]:
             place = self._packed_place(part)
             rows = self._stored_rows(part, place.rows)
             for i in range(self.experts.num_experts):
-                found = tensor.packed_part(i, rows, place.columns, group)
-                packed.fill(i, place.start, found)
+                matrix_part = tensor.packed_part(i, rows, place.columns, group)
+                packed.fill(i, place.start, matrix_part)
 
     def finish_loading(self) -> None:
         """Hand the weights to the grouped layers."""

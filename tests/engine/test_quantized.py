@@ -279,7 +279,11 @@ def put(value: float) -> Callable[[Tensor], Tensor]:
 def state(tensor: Tensor, **changes: Any) -> Tensor:
     """The tensor in which bitsandbytes describes a weight, with other values."""
     values = json.loads(bytes(tensor.tolist())) | changes
-    return torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
+    return as_bytes(json.dumps(values))
+
+
+def as_bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -309,6 +313,8 @@ DAMAGES = [
     ("bnb_nf4", STATE, lambda t: state(t, shape=[48, -96]), DamagedWeights, "no positive integers"),
     ("bnb_nf4", STATE, lambda t: state(t, blocksize=10**30), DamagedWeights, "no positive integers"),
     ("bnb_nf4", STATE, lambda t: state(t, quant_type="fp4"), DamagedWeights, "quant_type is 'fp4'"),
+    ("bnb_nf4", STATE, lambda t: as_bytes("[" * 100_000), DamagedWeights, "RecursionError"),
+    ("bnb_nf4_nested", STATE, lambda t: state(t, nested_offset=10**400), DamagedWeights, "OverflowError"),
     ("bnb_nf4_nested", "weight.absmax", lambda t: t.float(), WeightMismatch, "holds F32, U8 expected"),
     ("bnb_nf4_nested", "weight.nested_absmax", None, MissingWeights, "is quantized and"),
     ("bnb_int8", "SCB", None, MissingWeights, "is quantized and"),
