@@ -27,6 +27,7 @@ from engine import (
     WeightMismatch,
 )
 from engine.checkpoint import quantized
+from engine.checkpoint.mxfp4 import Mxfp4Tensor
 from engine.checkpoint.packed_form import PackedForm
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import QuantizedTensor, unpacked
@@ -394,6 +395,11 @@ def test_experts_in_mxfp4_are_unpacked_exactly(tmp_path: Path) -> None:
             )
         some = slice(1, 2), slice(5, 44), slice(2, 6)
         assert torch.equal(found.part(*some).float(), made.weight[some])
+        assert isinstance(found, Mxfp4Tensor)
+        packed = found.packed_part(1, slice(2, 6), slice(16, 48), group=16)
+    scales = packed.scales.float().repeat_interleave(16, 1)
+    numbers = torch.tensor(NUMBERS["fp4"])[packed.codes.int()]
+    assert torch.equal(numbers * scales, made.weight[1, 16:48, 2:6].t())
     made.parts["scales"][1, 2, 0] = 255
     save_file({f"{name}_{part}": tensor for part, tensor in made.parts.items()}, file)
     with open_tensors([file]) as tensors, pytest.raises(DamagedWeights, match=f"'{name}_scales'"):
