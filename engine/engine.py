@@ -130,7 +130,7 @@ class Engine:
                 enable_prefix_caching=config.enable_prefix_caching and not path.is_single_pass,
                 snapshots=None if pool.states is None else Snapshots(*pool.states),
             ),
-            max_num_seqs=config.max_num_seqs if pool.states is None else pool.states.num_seqs,
+            max_num_seqs=config.num_seqs if pool.states is None else pool.states.num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
             batches_admissions=self._live_runner.has_graphs,
@@ -221,6 +221,11 @@ class Engine:
     def max_model_len(self) -> int:
         """The most tokens that a sequence may have, prompt and completion together."""
         return self._scheduler.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences that run at once."""
+        return self._scheduler.max_num_seqs
 
     @property
     def reads_pictures(self) -> bool:
@@ -556,7 +561,7 @@ class Engine:
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
-        while self._scheduler.num_waiting + self._num_held < self.config.max_num_seqs:
+        while self._scheduler.num_waiting + self._num_held < self.max_num_seqs:
             request = next(requests, None)
             if request is None:
                 return True

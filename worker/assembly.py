@@ -80,12 +80,14 @@ def assemble(
     """
     shield_imports()
     served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
-    meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
+    meter = prompt_meter(engine, settings.block_size)
     tally = Tally()
     clients = _clients(worker.connection, tally)
     shared_context = settings.job_context(clients.pool, served, meter=lambda: meter)
     environment = JobEnvironment(shared_context, settings.function_grace_s, traces)
-    parts = _parts(worker, settings, limits, served, clients, environment, tally)
+    parts = _parts(
+        worker, settings, limits, served, clients, environment, tally, slots=engine.max_num_seqs
+    )
 
     facts = _facts(worker.name, served, settings.model)
     record = WorkerRecord(
@@ -114,8 +116,10 @@ def _parts(
     clients: Clients,
     environment: JobEnvironment,
     tally: Tally,
+    *,
+    slots: int,
 ) -> Parts:
-    """Build the parts that the duties of the I/O thread share."""
+    """Build the parts that the duties of the I/O thread share. slots: the most sequences that the engine runs."""
     queue_names = worker.queue_names()
     log = worker.log
     redis_clock = RedisClock()
@@ -144,7 +148,7 @@ def _parts(
     webhooks = Webhooks(webhook_pool, settings.allowed_webhook_hosts, log)
     packer = Packer(
         len(queue_names),
-        slots=settings.max_num_seqs,
+        slots=slots,
         prefetch=settings.prefetch,
         max_functions=settings.function_threads,
         max_files=MAX_OPENING,

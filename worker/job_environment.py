@@ -82,7 +82,7 @@ class JobEnvironment:
 _TEXT_KINDS = ("generate", "score")
 
 
-def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
+def prompt_meter(engine: Any, block_size: int) -> PromptMeter:
     """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
     def token_ids(request: Request) -> Sequence[int]:
@@ -104,4 +104,4 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
         ids: Sequence[int] = prepared.token_ids
         return ids
 
-    return PromptMeter(token_ids, max_num_seqs, block_size)
+    return PromptMeter(token_ids, engine.max_num_seqs, block_size)

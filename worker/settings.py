@@ -64,7 +64,7 @@ class WorkerSettings(BaseSettings):
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int = 8192
     block_size: int = 16
     kv_cache_bytes: ByteSize | None = None

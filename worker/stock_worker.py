@@ -177,7 +177,7 @@ def _meter() -> PromptMeter:
     from worker.job_environment import prompt_meter
 
     settings = _settings()
-    return prompt_meter(_engine(), settings.max_num_seqs, settings.block_size)
+    return prompt_meter(_engine(), settings.block_size)
 
 
 @functools.cache

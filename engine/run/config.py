@@ -32,7 +32,8 @@ class EngineConfig:
     max_model_len: tokens of prompt and completion together. A sequence that reaches it ends with "length". None
         takes the model's limit. If the KV pool holds less, None takes what the pool holds, rounded down to its
         four highest binary digits.
-    max_num_seqs: sequences that run at once.
+    max_num_seqs: sequences that run at once. None takes 1,024 on a GPU with 70 GiB or more, and 256 elsewhere, but at
+        most half of max_num_batched_tokens.
     max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank. None takes, on a GPU, what a warm-up leaves free; on a CPU
@@ -83,7 +84,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int = 8192
     block_size: int = 16
     kv_cache_bytes: int | None = None
@@ -109,14 +110,13 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}")
         for name in (
-            "max_num_seqs",
             "max_num_batched_tokens",
             "block_size",
             "tensor_parallel_size",
             "max_adapters",
         ):
             _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_bytes"):
+        for name in ("max_model_len", "max_num_seqs", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if self.model_path not in MODEL_PATHS:
@@ -173,12 +173,22 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"
             )
-        if self.max_num_batched_tokens <= self.max_num_seqs:
+        if self.max_num_batched_tokens <= (self.max_num_seqs or 1):
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "
-                f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step, "
+                f"max_num_seqs={self.max_num_seqs or 1}: each running sequence needs one token a step, "
                 "and a new one at least one more"
             )
+
+    @property
+    def num_seqs(self) -> int:
+        """max_num_seqs, or what None takes on this device. Without max_num_seqs it loads torch."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+
+        from engine.run.device import default_num_seqs
+
+        return min(default_num_seqs(self.device), self.max_num_batched_tokens // 2)
 
 
 def may_read_pictures(config: EngineConfig) -> bool:

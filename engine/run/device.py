@@ -14,6 +14,8 @@ from engine.errors import ConfigError
 DRIVER = Path("/proc/driver/nvidia/version")
 #: The folder with a file for each GPU.
 DEVICES = Path("/dev")
+#: A GPU with this many bytes of memory runs more sequences at once by default.
+LARGE_MEMORY = 70 << 30
 
 
 def resolve_device(name: str) -> torch.device:
@@ -57,6 +59,19 @@ def numbered(device: torch.device) -> torch.device:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the thread's current one within the block: Triton launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def default_num_seqs(name: str) -> int:
+    """Return how many sequences run at once by default. name: of EngineConfig.device.
+
+    A decode step reads all weights once, however many rows it has. On a large GPU the pool holds more than 256 rows.
+    Raises ConfigError if the device cannot be used.
+    """
+    device = resolve_device(name)
+    if device.type != "cuda":
+        return 256
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return 1024 if memory >= LARGE_MEMORY else 256
 
 
 def sign_of_gpu() -> str:

@@ -71,7 +71,7 @@ def _serve(channel: Channel, runner: ModelRunner, config: EngineConfig, rank: in
         target=_send_all, args=(channel, answers), name="rank-answers", daemon=True
     )
     sender.start()
-    tables = KeptTables(config.max_num_seqs, runner.pool_size.max_model_len, config.block_size)
+    tables = KeptTables(config.num_seqs, runner.pool_size.max_model_len, config.block_size)
     while (message := channel.receive()).kind is not Kind.STOP:
         if message.kind is Kind.ADAPTER:
             channel.send(encode(Kind.LOADED, _load_adapter(runner, *message.facts)))

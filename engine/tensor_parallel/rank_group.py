@@ -164,7 +164,7 @@ class RankGroup:
         devices = rank_devices(config)
         self._step_timeout_s = step_timeout_s
         self._failure: EngineError | None = None
-        self._tables = SentTables(config.max_num_seqs, config.block_size)
+        self._tables = SentTables(config.num_seqs, config.block_size)
         self._num_launched = 0
         self._num_answered = 0
         #: The ranks' messages that came while an earlier kind was awaited, in their order.

@@ -39,7 +39,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kv-cache-bytes", type=int)
-    parser.add_argument("--max-num-seqs", type=int, default=EngineConfig.max_num_seqs)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parse_options(parser)

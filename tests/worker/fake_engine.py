@@ -33,14 +33,14 @@ class _Sequence:
 
 @dataclass
 class FakeEngine:
-    """Answers each prompt with `echo:<prompt>` after max_tokens steps (at most MAX_MODEL_LEN), `slots`
+    """Answers each prompt with `echo:<prompt>` after max_tokens steps (at most MAX_MODEL_LEN), `max_num_seqs`
     sequences at a time. A worker's serves the model that its settings name, and looks for adapters' files.
 
     The prompt "hang" is never answered, "crash" makes the step raise, "refuse" is refused,
     "die" kills the process, "file:<path>" is answered once that file exists.
     """
 
-    slots: int
+    max_num_seqs: int
     step_s: float = 0.001
     waiting: deque[_Sequence] = field(default_factory=deque)
     running: list[_Sequence] = field(default_factory=list)
@@ -90,7 +90,7 @@ class FakeEngine:
         )  # what a forward pass takes: without it a hanging prompt spins a core
         self.num_steps += 1
         self.started = []
-        while self.waiting and len(self.running) < self.slots:
+        while self.waiting and len(self.running) < self.max_num_seqs:
             first = min(self.waiting, key=lambda s: s.lane)
             self.waiting.remove(first)
             self.running.append(first)
@@ -210,4 +210,6 @@ class FakeEngineWorker(BatchWorker):
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
         adapters = AdapterFolder(settings.adapters)
-        return FakeEngine(settings.max_num_seqs, step_s, identity=identity, adapters=adapters)
+        return FakeEngine(
+            settings.max_num_seqs or 256, step_s, identity=identity, adapters=adapters
+        )

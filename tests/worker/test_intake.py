@@ -84,7 +84,7 @@ class Loop:
     """An engine's loop in a thread of its own, as in a worker."""
 
     def __init__(self) -> None:
-        self.engine = TokenizingEngine(slots=4, step_s=0.0)
+        self.engine = TokenizingEngine(max_num_seqs=4, step_s=0.0)
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.reports: SimpleQueue[Any] = SimpleQueue()
         self.loop = EngineLoop(cast(Any, self.engine), self.orders, self.reports.put)
@@ -142,7 +142,7 @@ def send_picture(loop: Loop, name: str, lane: int, file: bytes) -> None:
 
 @pytest.mark.processes
 def test_pictures_stay_files_until_those_before_them_run_and_texts_go_on(loop: Loop) -> None:
-    loop.engine.slots = 0
+    loop.engine.max_num_seqs = 0
     names = numbered("picture", PICTURES_AHEAD + 3)
     for name in names:
         send_picture(loop, name, BULK, picture())
@@ -154,7 +154,7 @@ def test_pictures_stay_files_until_those_before_them_run_and_texts_go_on(loop: L
     loop.orders.put(Abort(names[:1]))
     assert loop.engine.ended.get(timeout=WAIT_S) == names[PICTURES_AHEAD]
     send_picture(loop, "broken", BULK, b"")
-    loop.engine.slots = 4
+    loop.engine.max_num_seqs = 4
     done = loop.wait_for(*names[1:], "text", "urgent", "broken")
     assert [name for name, each in done.items() if each.error] == ["broken"]
     assert loop.loop._intake._ahead == {}
@@ -256,7 +256,7 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
     loop.loop.turn()
     most = MAX_TURN_CHARS // (chars + OVERHEAD_CHARS) + 1
     assert loop.engine.entered == bulk[:most]
-    assert loop.engine.started == bulk[: loop.engine.slots], (
+    assert loop.engine.started == bulk[: loop.engine.max_num_seqs], (
         "they are in the step of the turn that takes them"
     )
     for name in urgent:

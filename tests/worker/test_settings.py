@@ -1,6 +1,7 @@
 """Settings that cannot be used stop the start and name what to change."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,26 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
     assert resolve_device("cpu").type == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(("gib", "num_seqs"), [(24, 256), (80, 1024)])
+def test_a_large_gpu_runs_more_sequences_at_once(
+    gib: int, num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        device.torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(total_memory=gib << 30),
+    )
+    monkeypatch.setenv("TOKENMILL_MODEL", "some/model")
+    assert WorkerSettings.load().engine_config().num_seqs == num_seqs
+    monkeypatch.setenv("TOKENMILL_DEVICE", "cpu")
+    assert WorkerSettings.load().engine_config().num_seqs == 256
+    monkeypatch.setenv("TOKENMILL_MAX_NUM_BATCHED_TOKENS", "200")
+    assert WorkerSettings.load().engine_config().num_seqs == 100
+    monkeypatch.setenv("TOKENMILL_MAX_NUM_SEQS", "150")
+    assert WorkerSettings.load().engine_config().num_seqs == 150
 
 
 def test_a_served_name_stands_in_answers_and_the_models_own_names_are_known_besides(

@@ -123,7 +123,7 @@ def divide_pool(
     states = fit_states(sizes.state, config, most, default)
     if not sizes.block:  # blocks hold nothing and only count tokens
         num_blocks = -(-longest // config.block_size)
-        return max(num_blocks, min(num_blocks * config.max_num_seqs, MOST_COUNTED)), states
+        return max(num_blocks, min(num_blocks * config.num_seqs, MOST_COUNTED)), states
     taken = 0 if states is None else sum(states) * sizes.state
     return (config.kv_cache_bytes or default - taken) // sizes.block, states
 
@@ -135,7 +135,7 @@ def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) ->
     """
     if not row_bytes:
         return None
-    wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
+    wanted = config.num_seqs * (2 if config.enable_prefix_caching else 1)
     room = default // 2
     if config.kv_cache_bytes is not None:
         room = min(default, most - config.kv_cache_bytes)
@@ -146,7 +146,7 @@ def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) ->
             "kv_cache_bytes, or raise memory_utilization (or free memory)"
         )
     num_seqs = min(
-        config.max_num_seqs, -(-num_rows * 3 // 4) if config.enable_prefix_caching else num_rows
+        config.num_seqs, -(-num_rows * 3 // 4) if config.enable_prefix_caching else num_rows
     )
     return StateRows(num_seqs, num_rows - num_seqs)
 

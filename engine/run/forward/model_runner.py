@@ -209,7 +209,7 @@ class ModelRunner:
                 reader,
                 self._tower,
                 self.logits,
-                most=self._config.max_num_batched_tokens - self._config.max_num_seqs,
+                most=self._config.max_num_batched_tokens - self._config.num_seqs,
                 num_places=self.pool_size.max_model_len,
                 block_size=self._config.block_size,
                 dtype=self._kv_dtype,
@@ -477,7 +477,7 @@ class ModelRunner:
                 backend,
                 capture,
                 StaticRows(
-                    self._config.max_num_seqs,
+                    self._config.num_seqs,
                     -(-max_model_len // self._config.block_size),
                     self._config.block_size,
                     self.device,

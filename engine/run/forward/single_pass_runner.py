@@ -77,7 +77,7 @@ class SinglePassRunner:
             longest = config.max_model_len or longest
             refuse_moving_rotary(self.model.model, longest)
             self._probe(model_config, longest, 0 if classes is None else len(classes.labels))
-        num_blocks = config.max_num_seqs * -(-longest // config.block_size)
+        num_blocks = config.num_seqs * -(-longest // config.block_size)
         self.pool_size = PoolSize(num_blocks, 0, longest)
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:

@@ -26,7 +26,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     products may have tiles of their own.
     """
     num_tokens = config.max_num_batched_tokens
-    num_seqs = config.max_num_seqs
+    num_seqs = config.num_seqs
     share, remainder = divmod(num_tokens, num_seqs)
     prompts = [min(share + (i < remainder), max_model_len) for i in range(num_seqs)]
     contexts = [max_model_len]

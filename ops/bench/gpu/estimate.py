@@ -240,16 +240,26 @@ ROWS = (
 )
 
 EAGER_PROMPTS = Engine("steps with prompts eager", has_mixed_graphs=False)
+READS_PREFIX_ONCE = Engine("and a common prefix read once", reads_prefix_once=True)
 ENGINES = (
     EAGER_PROMPTS,
     Engine("in graphs"),
-    Engine("and a common prefix read once", reads_prefix_once=True),
+    READS_PREFIX_ONCE,
     Engine("and FP8 keys and values", reads_prefix_once=True, kv_itemsize=1),
 )
 
 
+#: Sequences at once, and rows enough to fill the largest batch.
+BATCHES = (256, 512, 1024)
+MANY_ROWS = (
+    Rows("1,500 rows, 100 to 1,024 in and out", 1500, 0, (100, 1024), (100, 1024)),
+    Rows("2,000 rows of 50 to 200, answers of 100 to 300", 2000, 0, (50, 200), (100, 300)),
+    Rows("2,000 rows behind 896 tokens, answers of 8 to 32", 2000, 896, (20, 80), (8, 32)),
+)
+
+
 def main() -> None:
-    """Print a table for each model."""
+    """Print two tables for each model: one for what the engine can do, and one for the sequences at once."""
     for model in MODELS:
         lines = []
         for rows in ROWS:
@@ -261,6 +271,13 @@ def main() -> None:
         print(f"\n{model.name}, estimated seconds on an H200")
         heads = ("rows", "steps", "eager before", *(engine.name for engine in ENGINES))
         print_table(heads, lines)
+
+        lines = []
+        for rows in MANY_ROWS:
+            estimates = [estimate(model, rows, READS_PREFIX_ONCE, batch) for batch in BATCHES]
+            lines.append((rows.name, *(f"{made.seconds:.2f}" for made in estimates)))
+        print(f"\n{model.name}, estimated seconds by sequences at once")
+        print_table(("rows", *map(str, BATCHES)), lines)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class InstantEngine:
     identity = ModelIdentity("none", "none")
     attention_backend = "none"
     max_model_len = 0
+    max_num_seqs = BATCH
     has_unfinished = False
 
     def __init__(self) -> None:

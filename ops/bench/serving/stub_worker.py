@@ -32,7 +32,7 @@ class StubEngine:
     def __init__(self, max_num_seqs: int, step_s: float) -> None:
         self.identity = ModelIdentity("stub", "none")
         self.started: list[str] = []
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._step_s = step_s
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}
@@ -62,7 +62,7 @@ class StubEngine:
         time.sleep(self._step_s)
         self._num_steps += 1
         self.started = []
-        while self._waiting and len(self._running) < self._max_num_seqs:
+        while self._waiting and len(self._running) < self.max_num_seqs:
             sequence = self._waiting.popleft()
             self._running[sequence.request_id] = sequence
             self.started.append(sequence.request_id)
@@ -127,4 +127,4 @@ class StubWorker(BatchWorker):
     """BatchWorker in all but the model."""
 
     def load_engine(self, settings: WorkerSettings) -> Any:
-        return StubEngine(settings.max_num_seqs, float(os.environ.get(STEP_VARIABLE, "0")))
+        return StubEngine(settings.max_num_seqs or 256, float(os.environ.get(STEP_VARIABLE, "0")))

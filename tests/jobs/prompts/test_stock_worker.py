@@ -30,6 +30,7 @@ class EchoEngine:
     max_waiting: int = 0
     attention_backend: str = "none"
     max_model_len: int = 0
+    max_num_seqs: int = 256
 
     def add(
         self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any

@@ -79,4 +79,4 @@ class UnsteadyWorker(FakeEngineWorker):
     def load_engine(self, settings: WorkerSettings) -> Any:
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ["FAKE_STEP_S"])
-        return UnsteadyEngine(settings.max_num_seqs, step_s, identity=identity)
+        return UnsteadyEngine(settings.max_num_seqs or 256, step_s, identity=identity)
