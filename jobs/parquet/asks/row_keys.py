@@ -1,8 +1,8 @@
 """Makes keys of 128 bits. A row's key names what the row asks. Its whole key also names the model that answers.
 
-A key without a model covers all that the row is asked, and the files of the adapters that may answer it. A model's
-mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
-answer, in any run. Files and the memory of answers hold only whole keys.
+A row's key covers all that the row is asked, and the files of the adapters that may answer it. A model's mark is a hash
+of the model's identity. A whole key joins a row's key and a model's mark. Rows with equal whole keys have the same
+answer, in any run. Files hold only whole keys, and so does a worker's memory of answers.
 """
 
 import json
@@ -136,8 +136,8 @@ class RowKeys:
         # A prompt with pictures is JSON. A row whose prompt is the same text without pictures needs another key.
         if row.pictures:
             texts.append("pictures")
-        # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
+        # A line of a batch file has its sampling values in the prompt's text.
         if self._is_batch_file and _TRUNCATION in row.prompt:
             may_truncate = True
         if may_truncate:
@@ -184,7 +184,7 @@ def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
-    """Return the sampling values that a run was given, its seed among them. seed: Plan.given_seed."""
+    """Return the sampling values that a run was given, and its seed if it was given one. seed: Plan.given_seed."""
     sampling = dict(spec.sampling)
     if seed is not None:
         sampling["seed"] = seed
@@ -242,7 +242,10 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return each row's key, which does not cover the model. A row that could not be read has the key of zeros."""
+    """Return each row's key, which does not cover the model.
+
+    An entry of `rows` that is no Row stands for a row that could not be read. Its key is all zeros.
+    """
     no_key = bytes(SIZE)
     keys = [key_of(row) if isinstance(row, Row) else no_key for row in rows]
     return as_keys(b"".join(keys)).copy()  # unlike the bytes, the copy may be written to
@@ -270,7 +273,7 @@ def whole_keys(keys: Keys, marks: Keys) -> Keys:
 
 
 def as_keys(packed: bytes | bytearray) -> Keys:
-    """Return keys from their bytes."""
+    """Return an array of the keys that these bytes hold. Each key becomes two numbers of 64 bits."""
     return np.frombuffer(packed, "<u8").reshape(-1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Rows for which nothing is generated. They get scores of one of the kinds in jobs/prompts/scoring."""
+"""Asks rows for scores of one of the kinds in jobs/prompts/scoring. Nothing is generated for these rows."""
 
 from dataclasses import replace
 from typing import Any, Self

@@ -1,8 +1,8 @@
 """Reaches files in object stores: S3 and stores with its protocol, Google Cloud Storage, Azure Blob Storage.
 
 A store has no folders, links or renames. An object is put there whole or not at all. `publish` copies an object within
-the store, and fails if the target exists. The copy is one request, so a worker that was frozen cannot overwrite
-anything.
+the store, and fails if the target exists. The store checks and copies in one request, so a worker that was frozen for a
+while cannot overwrite anything.
 """
 
 import io
