@@ -33,7 +33,7 @@ LEFT_OUT = "left_out"
 class BatchLines(RowAsk):
     """Asks the rows of an OpenAI batch file. Each row is a line of the file, with one or more prompts."""
 
-    is_single = False  # the item of a line with several prompts begins with several requests
+    is_single = False  # a line with several prompts begins with several requests
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan = plan

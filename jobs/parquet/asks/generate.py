@@ -84,7 +84,7 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        # A prompt whose control tokens are not split into plain text allows them in repeated answers too.
+        # If a prompt's control tokens are not split into plain text, those in an answer are not broken up either.
         splits_tokens = chat.get(SPLIT_TOKENS, True)
         self._control_tokens = control_tokens if splits_tokens else ()
         #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.

@@ -103,7 +103,8 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # Keys are the texts by which rows may name an adapter. Values are the pinned texts of these adapters.
+        # The keys are all texts by which rows may name an adapter. Each value is the adapter's pinned text: its name
+        # with a hash of its files.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._adapters_of_run = names_in_arguments(spec)
         self._is_batch_file = spec.input_format == OPENAI_BATCH
@@ -112,14 +113,15 @@ class RowKeys:
         if opening_request is not None:
             deciding["before"] = [opening_request.prompt, opening_request.messages]
 
-        #: Part of the key wherever a prompt may be truncated.
+        #: Part of the key of each row whose prompt may be truncated.
         self._length_text = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
             deciding["length"] = self._length_text
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
-        deciding_json = _with_whole_integers(json.dumps(_sorted(deciding)))
+        sorted_json = json.dumps(_sorted(deciding))
+        deciding_json = _with_whole_integers(sorted_json)
         packed = deciding_json.encode("utf-8", "surrogatepass")
         #: A hash of what the run asks of all rows. Each value that decides answers is part of it, and so is the check
         #: function's version.
@@ -150,10 +152,10 @@ class RowKeys:
         return digest.digest()
 
     def _adapters_of(self, row: Row) -> list[str]:
-        """Return the adapters that may answer a row, with their files.
+        """Return the pinned texts of the adapters that may answer a row.
 
-        The adapter that a row names takes the place of the run's. A row with several prompts may need both, because
-        each prompt may name an adapter.
+        The adapter that a row names takes the place of the run's adapter. A row with several prompts may need both
+        adapters, because each prompt may name one.
         """
         names = set(names_in_row(row, self._spec))
         if not names or self._spec.steps:

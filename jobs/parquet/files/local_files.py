@@ -37,7 +37,7 @@ def root_of(path: str, roots: Sequence[str], shown_path: str = "") -> str:
 def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
     """Lend the descriptor of a folder, for calls with `dir_fd`.
 
-    The descriptor stays at the same folder even if another folder gets its path. create: whether to make missing
+    The descriptor stays at this folder even if another folder takes over the path. create: whether to make missing
     folders. Raises PathOutsideRoots, OSError, or PathSwapped if there is a link on the way.
     """
     path = os.path.normpath(path)

@@ -44,7 +44,7 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 @with_file
 def scan(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
+    """Reply with a file's schema, its columns' kinds, and the numbers of rows and bytes of its row groups."""
     with _opened(question, source) as table:
         sizes = _sizes_of_slices(table, question["rows"])
         groups = [(rows, size) for rows, size, _ in grouped(sizes)]
@@ -282,7 +282,7 @@ class _ArrowTable:
         """Yield the first `max_rows` rows, or all rows, in slices: (number of rows, number of bytes, the rows)."""
         rows_left = max_rows
         for batch in self._batches:
-            batch.validate(full=True)  # offsets and indices of a file may lead anywhere
+            batch.validate(full=True)  # in a damaged file, offsets and indices may point anywhere
             rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
             slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
             wanted = batch.slice(0, rows_left)  # the whole batch if rows_left is None

@@ -116,7 +116,7 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
     if isinstance(one, str) and isinstance(other, str):
         kinds = frozenset({one, other})
         if kinds <= _CSV_NUMBERS:
-            # A column of digits is text, and keeps the numbers as the file writes them.
+            # A column of "digits" is text, and keeps the numbers as the file writes them.
             return _KIND_OF_PAIR.get(kinds, "digits")
     return "text"
 
@@ -155,7 +155,7 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
     """Return the kind of a CSV file's column. A decimal comma counts as a point here. An empty field counts as null.
 
     An integer that needs more than 64 bits is "digits". In a file with decimal commas such an integer is "text",
-    because the output has digits as floats there, and a float may not hold the integer exactly.
+    because the output turns "digits" into floats there, and a float may not hold the integer exactly.
     """
     kind: Kind = "null"
     for text in set(texts) - {""}:
@@ -180,7 +180,7 @@ def _kind_of_text(text: str, decimal: str) -> str:
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
-    # With decimal commas, the output holds digits as floats. A float could not hold this large number exactly.
+    # With decimal commas, the output turns "digits" into floats. A float could not hold this large number exactly.
     if has_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
     # A template would not write this number as the file does.
