@@ -63,7 +63,7 @@ def list_in_child(kind: str, folder: str, timeout_s: float) -> Any:
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, limits))
     except ChildFailed as error:
-        # A listing without an end takes a child's whole time or memory, so it is not tried again.
+        # A listing that is too long would use up the time or memory of a second child too, so it is not tried again.
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:
         # The error is obstore's own, or a FileNotFoundError or a ValueError.

@@ -55,7 +55,7 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
     time_for_tries = timedelta(seconds=timeout_s * _SHARE_FOR_TRIES)
     options: Any = {
         "retry_config": {
-            "max_retries": 100,  # more than fit into `retry_timeout`, which ends the retries
+            "max_retries": 100,  # never reached, because `retry_timeout` ends the retries earlier
             "retry_timeout": min(time_for_tries, timedelta(seconds=tries_s)),
         },
         "client_options": {

@@ -79,6 +79,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
             converted = ((rows, size, table.batch(part, schema)) for rows, size, part in slices)
+            # Each group of slices becomes a row group of the file.
             for _, _, batches in grouped(converted):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _take_content(sink)
