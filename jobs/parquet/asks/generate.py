@@ -62,7 +62,8 @@ class Generate(RowAsk):
     """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
     sampling, chat: the prompt's sampling values and chat options. control_tokens: the texts of the model's control
-    tokens. They are broken up in an answer that a repaired text prompt repeats, unless the prompt allows them.
+    tokens. If a text prompt is asked again and repeats an answer, they are broken up in the answer, unless the prompt
+    allows them.
     """
 
     def __init__(

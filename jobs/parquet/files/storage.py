@@ -145,7 +145,7 @@ class Storage:
         return True
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have `write` write a temporary file, then publish the file as `path`. Return False if `path` was taken."""
+        """Call `write` to fill a temporary file, then publish the file as `path`. Return False if `path` was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):

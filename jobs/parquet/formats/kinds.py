@@ -228,7 +228,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_other_rows(kind: Kind) -> bool:
-    """Whether a value in a column of this kind may look different because of other rows, such as 1 as 1.0."""
+    """Whether a value in a column of this kind may look different because of other rows: 1.0 in place of 1."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
