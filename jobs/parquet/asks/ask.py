@@ -1,4 +1,4 @@
-"""Defines RowAsk, which says what a run asks of each row, and functions that its subclasses share."""
+"""Defines RowAsk, the base class of what a run asks of each row, and the functions that its subclasses share."""
 
 import abc
 import json
@@ -116,7 +116,10 @@ class RowAsk(Ask[Answer]):
 
     @abc.abstractmethod
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Return the item of a row. number: the row's number in the run. The item may raise RowProblem."""
+        """Return the item of a row: it yields the row's requests and returns its answer. It may raise RowProblem.
+
+        number: the row's number in the run.
+        """
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
         """Return the item of a row. If the row cannot be asked, the error of its answer says why."""
@@ -138,7 +141,7 @@ class RowAsk(Ask[Answer]):
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
-        """Return a request with the run's time, so that its prompt is the same whenever it is sent.
+        """Return a request whose chat takes the run's time as the present, whenever the request is sent.
 
         If the request names an adapter, the returned request pins the adapter's files as the run does.
         """
@@ -159,9 +162,10 @@ class RowAsk(Ask[Answer]):
 
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
-    """Return a row's prompt: its text, or the chat messages, content parts or pair of texts that it holds as JSON.
+    """Return a row's prompt: a text, chat messages, content parts or a pair of texts.
 
-    is_json: whether the text is JSON. The text of a row with pictures always is JSON, because it is a list of parts.
+    is_json: whether the row holds the prompt as JSON. The prompt of a row with pictures is always JSON, because it is a
+    list of parts.
     """
     if not is_json and not row.pictures:
         return row.prompt

@@ -33,7 +33,7 @@ LEFT_OUT = "left_out"
 class BatchLines(RowAsk):
     """Asks the rows of an OpenAI batch file. Each row is a line of the file, with one or more prompts."""
 
-    is_single = False  # the item of a line with several prompts begins with several requests
+    is_single = False  # a line with several prompts begins with several requests
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan = plan
@@ -71,7 +71,8 @@ class BatchLines(RowAsk):
         if isinstance(line, dict):
             line.pop("custom_id", None)
             version = self._version_of(line.get("body"))
-        deciding_row = Row(json.dumps(line), values=version)  # a key covers all fields
+        # A key covers all fields of a row. The version takes a field that a line does not use.
+        deciding_row = Row(json.dumps(line), values=version)
         return super().key_of(deciding_row)
 
     def _version_of(self, body: Any) -> str:
@@ -117,6 +118,7 @@ class BatchLines(RowAsk):
         del row  # so that the line's texts are in memory only once
         try:
             spec = self._plan.spec
+            # Collects the arguments that are left out of the line.
             drops = Drops(self._is_sampling_value) if spec.drop_unsupported else None
             aliases = spec.model_alias or ()
             described_task = line_task(line, seed, aliases, spec.batch_endpoint, drops)

@@ -1,4 +1,4 @@
-"""Rows with several prompts, asked one after the other. A later prompt may hold the answers of earlier ones."""
+"""Asks rows with several prompts, one prompt after the other. A later prompt may hold the answers to earlier ones."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -52,10 +52,10 @@ class Chain(RowAsk):
         fields_of_labels = {field.name: field for field in label_fields(spec)}
         fields = []
         for step in spec.steps:
-            for column, name in step.columns.items():
-                field = fields_of_labels.get(name)
+            for column, answer_name in step.columns.items():
+                field = fields_of_labels.get(answer_name)
                 if field is None:
-                    field = answer_field(name, spec)
+                    field = answer_field(answer_name, spec)
                 fields.append(field.with_name(column))
         return [*fields, *ROW_FIELDS]
 
@@ -84,7 +84,7 @@ class Chain(RowAsk):
     def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
         """Return the row with its next prompt, into which the earlier answers are filled. Raises RowProblem."""
         values = json.loads(row.values or "{}")
-        for step, answer in zip(self._steps, answers, strict=False):
+        for step, answer in zip(self._steps, answers, strict=False):  # later steps have no answer
             values[step.name] = answer.completion
         next_source = self._sources[len(answers)]
         prompt_values = {name: values[name] for name in next_source.columns}
@@ -98,14 +98,15 @@ class Chain(RowAsk):
         """Return a row's answer, made of the answers to its prompts. problem: why the next prompt cannot be asked."""
         columns: dict[str, Any] = {}
         error = problem
-        answer_if_unasked = failed_answer("")  # its values are None; its error "" is not reported
+        # Stands for a prompt that was not asked. Its values are None, and its error "" is not reported.
+        answer_if_unasked = failed_answer("")
         for number, step in enumerate(self._steps):
             was_asked = number < len(answers)
             answer = answers[number] if was_asked else answer_if_unasked
             if answer.error:
                 error = f"prompt {step.name!r}: {answer.error}"
-            for column, name in step.columns.items():
-                columns[column] = answer.column(name)
+            for column, answer_name in step.columns.items():
+                columns[column] = answer.column(answer_name)
         finish_reason = "error" if error is not None else answers[-1].finish_reason
         return Answer(
             completion=None,

@@ -1,4 +1,4 @@
-"""Rows with one prompt, whose answer is generated. If a check refuses the answer, the prompt is asked again."""
+"""Asks rows with one prompt each, and generates the answers. If a check refuses an answer, asks the prompt again."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -61,8 +61,9 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 class Generate(RowAsk):
     """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
-    sampling, chat: the prompt's sampling values and chat options. control_tokens: texts that an answer to a text prompt
-    must not contain, unless the prompt allows them.
+    sampling, chat: the prompt's sampling values and chat options. control_tokens: the texts of the model's control
+    tokens. If a text prompt is asked again and repeats an answer, they are broken up in the answer, unless the prompt
+    allows them.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        # If control tokens are not split into plain text, the prompt allows them.
+        # If a prompt's control tokens are not split into plain text, those in an answer are not broken up either.
         splits_tokens = chat.get(SPLIT_TOKENS, True)
         self._control_tokens = control_tokens if splits_tokens else ()
         #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.

@@ -1,8 +1,8 @@
 """Makes keys of 128 bits. A row's key names what the row asks. Its whole key also names the model that answers.
 
-A key without a model covers all that the row is asked, and the files of the adapters that may answer it. A model's
-mark is a hash of the model's identity. A whole key joins a key and a mark. Rows with equal whole keys have the same
-answer, in any run. Files and the memory of answers hold only whole keys.
+A row's key covers all that the row is asked, and the files of the adapters that may answer it. A model's mark is a hash
+of the model's identity. A whole key joins a row's key and a model's mark. Rows with equal whole keys have the same
+answer, in any run. Files hold only whole keys, and so does a worker's memory of answers.
 """
 
 import json
@@ -103,7 +103,8 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # Keys are the texts by which rows may name an adapter. Values are the pinned texts of these adapters.
+        # The keys are all texts by which rows may name an adapter. Each value is the adapter's pinned text: its name
+        # with a hash of its files.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._adapters_of_run = names_in_arguments(spec)
         self._is_batch_file = spec.input_format == OPENAI_BATCH
@@ -112,14 +113,15 @@ class RowKeys:
         if opening_request is not None:
             deciding["before"] = [opening_request.prompt, opening_request.messages]
 
-        #: Part of the key wherever a prompt may be truncated.
+        #: Part of the key of each row whose prompt may be truncated.
         self._length_text = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
             deciding["length"] = self._length_text
 
         # Only the outer keys are sorted. Inside a schema or a tool, the order of keys changes the answer.
         deciding["sampling"] = _sorted(given_sampling(spec, seed))
-        deciding_json = _with_whole_integers(json.dumps(_sorted(deciding)))
+        sorted_json = json.dumps(_sorted(deciding))
+        deciding_json = _with_whole_integers(sorted_json)
         packed = deciding_json.encode("utf-8", "surrogatepass")
         #: A hash of what the run asks of all rows. Each value that decides answers is part of it, and so is the check
         #: function's version.
@@ -136,8 +138,8 @@ class RowKeys:
         # A prompt with pictures is JSON. A row whose prompt is the same text without pictures needs another key.
         if row.pictures:
             texts.append("pictures")
-        # A line of a batch file has its sampling values in the prompt's text.
         may_truncate = _TRUNCATION in row.sampling
+        # A line of a batch file has its sampling values in the prompt's text.
         if self._is_batch_file and _TRUNCATION in row.prompt:
             may_truncate = True
         if may_truncate:
@@ -150,10 +152,10 @@ class RowKeys:
         return digest.digest()
 
     def _adapters_of(self, row: Row) -> list[str]:
-        """Return the adapters that may answer a row, with their files.
+        """Return the pinned texts of the adapters that may answer a row.
 
-        The adapter that a row names takes the place of the run's. A row with several prompts may need both, because
-        each prompt may name an adapter.
+        The adapter that a row names takes the place of the run's adapter. A row with several prompts may need both
+        adapters, because each prompt may name one.
         """
         names = set(names_in_row(row, self._spec))
         if not names or self._spec.steps:
@@ -184,7 +186,7 @@ def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
-    """Return the sampling values that a run was given, its seed among them. seed: Plan.given_seed."""
+    """Return the sampling values that a run was given, and its seed if it was given one. seed: Plan.given_seed."""
     sampling = dict(spec.sampling)
     if seed is not None:
         sampling["seed"] = seed
@@ -242,7 +244,10 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return each row's key, which does not cover the model. A row that could not be read has the key of zeros."""
+    """Return each row's key, which does not cover the model.
+
+    An entry of `rows` that is no Row stands for a row that could not be read. Its key is all zeros.
+    """
     no_key = bytes(SIZE)
     keys = [key_of(row) if isinstance(row, Row) else no_key for row in rows]
     return as_keys(b"".join(keys)).copy()  # unlike the bytes, the copy may be written to
@@ -270,7 +275,7 @@ def whole_keys(keys: Keys, marks: Keys) -> Keys:
 
 
 def as_keys(packed: bytes | bytearray) -> Keys:
-    """Return keys from their bytes."""
+    """Return an array of the keys that these bytes hold. Each key becomes two numbers of 64 bits."""
     return np.frombuffer(packed, "<u8").reshape(-1, 2)
 
 

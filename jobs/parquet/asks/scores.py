@@ -1,4 +1,4 @@
-"""Rows for which nothing is generated. They get scores of one of the kinds in jobs/prompts/scoring."""
+"""Asks rows for scores of one of the kinds in jobs/prompts/scoring. Nothing is generated for these rows."""
 
 from dataclasses import replace
 from typing import Any, Self
@@ -56,7 +56,7 @@ class Scores(RowAsk):
         chat = spec.chat.options if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
-        if ADAPTER in spec.sampling:
+        if ADAPTER in spec.sampling:  # the requests name the run's adapter
             values = {**scoring.values, ADAPTER: spec.sampling[ADAPTER]}
             scoring = replace(scoring, values=values)
         return cls(scoring, chat, prior)
@@ -142,6 +142,7 @@ def content_free(spec: RunSpec, source: RowSource) -> Row:
     batch = pa.RecordBatch.from_pylist([values])
     [row] = source.rows(batch)
     if isinstance(row, RowProblem):
+        # InvalidValue puts the value into the braces.
         raise InvalidValue(
             f"calibrate puts {{}} into each column, and no prompt can be made of that: {row}",
             repr(CONTENT_FREE),

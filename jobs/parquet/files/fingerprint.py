@@ -80,7 +80,10 @@ def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]
 
 
 def check_unchanged(storage: Storage, file: PlannedFile, input_format: str = PARQUET) -> None:
-    """Raise InputChanged if a file is not the planned one. If only its time or ETag differ, its fingerprint decides."""
+    """Raise InputChanged if a file is not the planned one.
+
+    If only the file's time or ETag differs from the plan, its fingerprint decides.
+    """
     stat = storage.stat(file.path)
     if stat is None:
         raise InputChanged(file.path, GONE)

@@ -1,7 +1,7 @@
 """Reaches files on this machine's disks and mounts, below the data roots.
 
-A path is resolved and checked once. Afterwards, somebody who may write below the roots can put a link in the place of
-one of its folders. So each folder is opened by its name within the folder above, and links are refused.
+A path is resolved and checked once. Afterwards, somebody who may write below the roots can put a link in place of one
+of the path's folders. So each folder is opened by its name within the folder above, and links are refused.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def root_of(path: str, roots: Sequence[str], shown_path: str = "") -> str:
 def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
     """Lend the descriptor of a folder, for calls with `dir_fd`.
 
-    The descriptor stays at the same folder even if another folder gets its path. create: whether to make missing
+    The descriptor stays at this folder even if another folder takes over the path. create: whether to make missing
     folders. Raises PathOutsideRoots, OSError, or PathSwapped if there is a link on the way.
     """
     path = os.path.normpath(path)
@@ -130,7 +130,8 @@ class LocalFiles:
         """Return the entry with this path; None if there is none."""
         if not os.path.lexists(path):
             return None
-        return Entry(os.path.basename(path), os.path.isdir(path), os.path.islink(path))
+        name = os.path.basename(path)
+        return Entry(name, is_folder=os.path.isdir(path), is_link=os.path.islink(path))
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
@@ -143,7 +144,8 @@ class LocalFiles:
             os.scandir(listed) as entries,
         ):
             yield (
-                Entry(entry.name, _leads_to_folder(entry), entry.is_symlink()) for entry in entries
+                Entry(entry.name, is_folder=_leads_to_folder(entry), is_link=entry.is_symlink())
+                for entry in entries
             )
 
     def written_at(self, folder: str) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """Reaches files in object stores: S3 and stores with its protocol, Google Cloud Storage, Azure Blob Storage.
 
 A store has no folders, links or renames. An object is put there whole or not at all. `publish` copies an object within
-the store, and fails if the target exists. The copy is one request, so a worker that was frozen cannot overwrite
-anything.
+the store, and fails if the target exists. The store checks and copies in one request, so a worker that was frozen for a
+while cannot overwrite anything.
 """
 
 import io
@@ -63,7 +63,7 @@ def list_in_child(kind: str, folder: str, timeout_s: float) -> Any:
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, limits))
     except ChildFailed as error:
-        # A listing without an end takes a child's whole time or memory, so it is not tried again.
+        # A listing that is too long would use up the time or memory of a second child too, so it is not tried again.
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:
         # The error is obstore's own, or a FileNotFoundError or a ValueError.

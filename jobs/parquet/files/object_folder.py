@@ -122,6 +122,6 @@ class ObjectDraft:
         if not self._is_open:
             return
         self._is_open = False
-        # obstore's writer makes no object if it is told that an error has left its `with` statement.
+        # If a `with` statement ends with an error, obstore's writer makes no object. So `__exit__` is given an error.
         with suppress(BaseError, OSError, ValueError):
             self._upload.__exit__(RuntimeError, RuntimeError("dropped"), None)

@@ -55,7 +55,7 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
     time_for_tries = timedelta(seconds=timeout_s * _SHARE_FOR_TRIES)
     options: Any = {
         "retry_config": {
-            "max_retries": 100,  # more than fit into `retry_timeout`, which ends the retries
+            "max_retries": 100,  # never reached, because `retry_timeout` ends the retries earlier
             "retry_timeout": min(time_for_tries, timedelta(seconds=tries_s)),
         },
         "client_options": {
@@ -77,7 +77,7 @@ _ENDPOINT_VARIABLES = {
 
 
 def _endpoint(scheme: str) -> str:
-    """Return the URL of the store that the environment names; "" if it names none and the store is the vendor's own."""
+    """Return the store's URL from the environment; "" if the environment has none and the store is the vendor's own."""
     for name in _ENDPOINT_VARIABLES.get(scheme, ()):
         value = os.environ.get(name)
         if value:
@@ -91,8 +91,9 @@ def make_request(
     check_interrupted: Callable[[], None] = never_interrupted,
     timeout_s: float = 0,
 ) -> T:
-    """Make a request until it is answered, and return the answer. No try begins after half of `timeout_s`.
+    """Make a request again and again until it is answered, and return the answer.
 
+    timeout_s: the request's time limit. No new try begins in its second half, which is left for the last try.
     Raises FileNotFoundError, FileExistsError, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted
     raises. Raises PathSwapped if the object has changed since it was opened.
     """
@@ -189,7 +190,10 @@ LEVEL = "level"
 
 
 def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
-    """List a prefix in a child process. The question also holds the parent's environment variables for stores."""
+    """Answer a question about a prefix, in a child process.
+
+    The question holds the parent's environment variables for stores.
+    """
     global _environment
     question = worker.question
     if question["environment"] != _environment:

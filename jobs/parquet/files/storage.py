@@ -56,7 +56,7 @@ class Storage:
         stored_roots = [root for root in roots if is_stored(root)]
         self._local = LocalFiles(local_roots, check_interrupted)
         self._stored: ObjectFiles | None = None
-        if stored_roots and ObjectFiles is not None:
+        if stored_roots and ObjectFiles is not None:  # None if obstore is not installed
             self._stored = ObjectFiles(stored_roots, check_interrupted, timeout_s)
 
     @classmethod
@@ -75,7 +75,7 @@ class Storage:
         return type(self)(roots, self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
-        """Return the kind of files to which a path belongs. Raises PathOutsideRoots if no root is of this kind."""
+        """Return what reaches a path's files. Raises PathOutsideRoots for an object's path if no root is in a store."""
         if not is_stored(path.lower()):  # a scheme may be in capitals
             return self._local
         if self._stored is None:
@@ -145,7 +145,7 @@ class Storage:
         return True
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have a file written under a temporary name, then publish it. Return False if its name was taken."""
+        """Call `write` to fill a temporary file, then publish the file as `path`. Return False if `path` was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):

@@ -44,7 +44,7 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 @with_file
 def scan(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
+    """Reply with a file's schema, its columns' kinds, and the numbers of rows and bytes of its row groups."""
     with _opened(question, source) as table:
         sizes = _sizes_of_slices(table, question["rows"])
         groups = [(rows, size) for rows, size, _ in grouped(sizes)]
@@ -54,9 +54,9 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
 
 
 def _sizes_of_slices(table: Any, max_rows: int | None) -> Iterator[tuple[int, int, None]]:
-    """Have a table learn its kinds slice by slice; yield the rows and the bytes of each slice.
+    """Have a table learn its kinds slice by slice; yield each slice's number of rows and number of bytes.
 
-    None stands in place of the slice's content, so that the content is not kept in memory.
+    None stands in place of the slice's rows, so that the rows are not kept in memory.
     """
     for rows, size, part in table.slices(max_rows):
         table.learn_kinds(part)
@@ -79,13 +79,14 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
             converted = ((rows, size, table.batch(part, schema)) for rows, size, part in slices)
+            # Each group of slices becomes a row group of the file.
             for _, _, batches in grouped(converted):
                 writer.write_table(pa.Table.from_batches(batches, schema))
-                yield {}, _emptied(sink)
-    yield {}, _emptied(sink)  # the footer
+                yield {}, _take_content(sink)
+    yield {}, _take_content(sink)  # the footer
 
 
-def _emptied(sink: io.BytesIO) -> bytes:
+def _take_content(sink: io.BytesIO) -> bytes:
     """Return what was written to a sink, and empty it."""
     content = sink.getvalue()
     sink.seek(0)
@@ -156,7 +157,7 @@ class _TextTable:
         return pa.schema([*fields, *json_fields, PROBLEM_FIELD])
 
     def slices(self, max_rows: int | None) -> Iterator[tuple[int, int, list[Record]]]:
-        """Yield the first `max_rows` rows, or all rows, in slices. Each slice is yielded as (rows, bytes, content)."""
+        """Yield the first `max_rows` rows, or all rows, in slices: (number of rows, number of bytes, the rows)."""
         records: list[Record] = []
         size = 0
         for record in islice(self._records, max_rows):
@@ -184,14 +185,14 @@ class _TextTable:
         first_bad = self._first_bad
         if first_bad is None or self._num_bad <= self._num_rows * MAX_BAD_SHARE:
             return
-        has_no_row = not self.kinds  # JSON lines without a row have no columns
+        has_no_row = not self.kinds  # a file of JSON lines has no columns until a row was read
         if self._num_rows >= MIN_JUDGED_ROWS or has_no_row:
             raise TooManyBadLines(
                 self._path, self._num_bad, self._num_rows, first_bad.line_number, first_bad.problem
             )
 
     def learn_kinds(self, records: Sequence[Record]) -> None:
-        """Merge the kinds of some rows' values into the kinds of the columns. In a batch file, these are fixed."""
+        """Merge the kinds of some rows' values into the columns' kinds. A batch file's columns have fixed kinds."""
         if self._format in HEADED:
             self._learn_from_fields(records)
         elif self._format != OPENAI_BATCH:
@@ -279,10 +280,10 @@ class _ArrowTable:
         """Do nothing: the schema says what the columns hold."""
 
     def slices(self, max_rows: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Yield the first `max_rows` rows, or all rows, in slices. Each slice is yielded as (rows, bytes, content)."""
+        """Yield the first `max_rows` rows, or all rows, in slices: (number of rows, number of bytes, the rows)."""
         rows_left = max_rows
         for batch in self._batches:
-            batch.validate(full=True)  # offsets and indices of a file may lead anywhere
+            batch.validate(full=True)  # in a damaged file, offsets and indices may point anywhere
             rows_in_slice_bytes = batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)
             slice_rows = max(1, min(GROUP_ROWS, rows_in_slice_bytes))
             wanted = batch.slice(0, rows_left)  # the whole batch if rows_left is None
@@ -296,7 +297,7 @@ class _ArrowTable:
 
     def _check_type(self, field: pa.Field) -> None:
         """Raise SchemaMismatch for a type that Parquet does not have."""
-        # pyarrow raises its error only when it writes a column of this type, so a single null is written here.
+        # pyarrow raises its error only when it writes or reads a column of this type, so a single null is tried here.
         file = io.BytesIO()
         try:
             pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)

@@ -41,7 +41,7 @@ class EncodingGuess:
         self._has_cp1252 = False
 
     def begin(self, head: bytes) -> None:
-        """Look at a file's first bytes. Raises OtherEncoding."""
+        """Look at a file's first bytes. Raises OtherEncoding if they seem to be UTF-16 or UTF-32."""
         for mark, encoding in _MARKS:
             if head.startswith(mark):
                 raise OtherEncoding(self._path, encoding)
@@ -53,8 +53,8 @@ class EncodingGuess:
             (odd_bytes, even_bytes, "utf-16-le"),
             (even_bytes, odd_bytes, "utf-16-be"),
         ):
-            is_mostly_zero = high_bytes.count(0) > len(high_bytes) // 2
-            if len(high_bytes) > 3 and is_mostly_zero and 0 not in low_bytes:
+            high_bytes_are_zero = high_bytes.count(0) > len(high_bytes) // 2  # most of them
+            if len(high_bytes) > 3 and high_bytes_are_zero and 0 not in low_bytes:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:
@@ -75,7 +75,7 @@ class EncodingGuess:
 
 
 def _looks_like_cp1252(line: bytes) -> bool:
-    """Whether a line that is not UTF-8 has letters in cp1252."""
+    """Whether a line that is not UTF-8 looks like words in cp1252."""
     try:
         line.decode("cp1252")
     except UnicodeDecodeError:
@@ -86,9 +86,9 @@ def _looks_like_cp1252(line: bytes) -> bool:
 class Decoded(io.RawIOBase):
     """Turns a stream in some encoding into UTF-8. Bytes that are invalid in the encoding become invalid UTF-8.
 
-    Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. It raises MarkedAsUTF8
-    if the stream has UTF-8's mark, and the mark would be three letters in this encoding. path, file_format: for the
-    error.
+    Reading raises CorruptTable if the encoding needs a byte order mark and the stream has none. Reading raises
+    MarkedAsUTF8 if the stream begins with UTF-8's byte order mark, but the encoding would read this mark as three
+    letters. path, file_format: the errors show them.
     """
 
     def __init__(self, stream: Any, encoding: str, path: str, file_format: str) -> None:
@@ -134,6 +134,6 @@ class Decoded(io.RawIOBase):
         return num_bytes
 
     def _has_single_bytes(self) -> bool:
-        """Whether each byte of UTF-8's mark is a letter in this encoding."""
+        """Whether this encoding reads UTF-8's byte order mark as three letters, one for each byte."""
         mark = codecs.BOM_UTF8
         return len(mark.decode(self._encoding, errors="replace")) == len(mark)

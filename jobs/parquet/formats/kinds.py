@@ -1,12 +1,12 @@
 """The kinds of columns in text files. A column has the same kind in all files of a run.
 
 The plan keeps each kind as JSON. There are the kinds "null", "bool", "int" (up to 2**53, which a float holds exactly),
-"long" (up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind} and {"struct": {name: kind}}.
+"long" (up to 64 bits), "float", "number" (integers and floats), "text", {"list": kind} and {"struct": {name: kind}}.
 If the values of a column have different kinds, the column is "json": texts stay as they are, other values become JSON.
 
-A CSV file's column has a type only if that type writes each of its values exactly as the file does. So prompts show the
-file's text, and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers
-that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
+A CSV file's column has a type only if that type writes each of its values exactly as the file does. Then prompts show
+the file's text, and the output loses none of it. A column of floats is "float" if one of them is whole, such as 1.0,
+and "fraction" if none is. Numbers that are written in another way (1.10, 1E5) are "digits". A column of digits is text.
 
 If a file has decimal commas, its numbers may have points between thousands. A column of such digits is text for
 templates, and numbers in the output.
@@ -73,6 +73,7 @@ def merged(one: Kind, other: Kind) -> Kind:
     if one == "null":
         return other
     # From here on the kinds differ, and neither is "null".
+    # Equal keys mean that both kinds are lists, or that both are structs.
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         if "list" in one:
             inner = merged(one["list"], other["list"])
@@ -115,7 +116,7 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
     if isinstance(one, str) and isinstance(other, str):
         kinds = frozenset({one, other})
         if kinds <= _CSV_NUMBERS:
-            # A column of digits is text, and keeps the numbers as the file writes them.
+            # A column of "digits" is text, and keeps the numbers as the file writes them.
             return _KIND_OF_PAIR.get(kinds, "digits")
     return "text"
 
@@ -153,8 +154,8 @@ def _kind_of_integer(value: int, too_large: str) -> str:
 def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
     """Return the kind of a CSV file's column. A decimal comma counts as a point here. An empty field counts as null.
 
-    Integers that no type holds exactly are "digits". In a file with decimal commas they are "text", because digits
-    become floats there.
+    An integer that needs more than 64 bits is "digits". In a file with decimal commas such an integer is "text",
+    because the output turns "digits" into floats there, and a float may not hold the integer exactly.
     """
     kind: Kind = "null"
     for text in set(texts) - {""}:
@@ -179,7 +180,7 @@ def _kind_of_text(text: str, decimal: str) -> str:
         kind_if_too_large = "text" if has_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
-    # With decimal commas, the output holds digits as floats. A float could not hold this large number exactly.
+    # With decimal commas, the output turns "digits" into floats. A float could not hold this large number exactly.
     if has_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
     # A template would not write this number as the file does.
@@ -227,7 +228,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_other_rows(kind: Kind) -> bool:
-    """Whether a value in a column of this kind may look different because of the keys or numbers of other rows."""
+    """Whether a value in a column of this kind may look different because of other rows: 1.0 in place of 1."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 

@@ -105,7 +105,8 @@ def _lines(file: io.BufferedReader) -> Iterator[Record]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):  # the line's end does not count
+        has_end = line.endswith(b"\n")  # the limit does not count the line's end
+        if len(line) <= MAX_LINE_BYTES or has_end:
             yield Record(number, len(line), line.removesuffix(b"\n"))
             continue
         size = len(line)
@@ -170,7 +171,7 @@ class _RowLines:
             self.lines.append(line)
             self.size += line.size
             is_row_too_long = self.size > MAX_LINE_BYTES + 1 or len(self.lines) > MAX_LINES
-            if line.problem or is_row_too_long:
+            if line.problem or is_row_too_long:  # a line's only problem is that it is too long
                 self.no_end_problem = f"begins a row that {_TOO_LONG}, or close its quote"
                 return
             yield f"{line.value.decode(errors='surrogateescape')}\n"
@@ -242,6 +243,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     usual_delimiter = "\t" if file.format == TSV else ","
     lines = file.lines()
     first_line = next(lines, None)
+    # A first line such as sep=; is for Excel, and names the delimiter.
     sep_line = None
     if first_line is not None and first_line.value is not None:
         sep_line = _SEP_LINE.fullmatch(first_line.value)
@@ -282,7 +284,10 @@ def _check_only_column(path: str, name: str, delimiter: str) -> None:
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:
-    """Return the record of a row. Its value is a dict of the fields; None if it has more or fewer than the header."""
+    """Return the record of a row, with its fields in a dict.
+
+    A row with more or fewer fields than the header has a problem in place of the dict.
+    """
     problem = row.problem
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"
