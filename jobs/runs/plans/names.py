@@ -64,7 +64,7 @@ def shows_format(name: str, wanted: str | None) -> bool:
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None
-    if wanted == OPENAI_BATCH:
+    if wanted == OPENAI_BATCH:  # batch files are named like JSONL files
         return file_format == JSONL
     return file_format == wanted
 

@@ -42,7 +42,7 @@ class Bar:
         tqdm.write(text, file=self._file)
 
     def close(self) -> None:
-        """Leave the bar as it is. What is printed later begins on a new line."""
+        """End the bar: it stays on the screen, and later output begins on a new line."""
         self._bar.close()
 
 
