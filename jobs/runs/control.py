@@ -199,7 +199,10 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 def _cancel_jobs(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> Cancelled:
-    """Remove waiting jobs from their queue, and ask workers to stop the jobs that they hold. Raises RunResubmitted."""
+    """Remove waiting jobs from their queue, and ask workers to stop the jobs that they have claimed.
+
+    Raises RunResubmitted.
+    """
     removed = remove_waiting(state, submission, queue_name, job_ids)
     stopped = 0
     for start in range(0, len(job_ids), CHUNK):

@@ -145,6 +145,7 @@ def keys_name(shard: int) -> str:
 
 def row_numbers_name(execution_id: str) -> str:
     """Return the name of the file that lists the rows that planning has chosen, as a path below the run's folder."""
+    # Earlier versions numbered these files. The number was always 0, and stays in the name.
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 

@@ -135,7 +135,7 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise wrong_value_error(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
-        checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
+        checked_text(text, f"the default of column {brief(column)}")  # raises if `text` is no text
     texts = {}
     for column, text in sorted(value.items()):
         texts[column_name(f"a column of {name}", column)] = text

@@ -68,9 +68,9 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Reused:
-    """What planning has taken from earlier runs.
+    """The answers that planning has taken from earlier runs.
 
-    name: a text in the name of each file that holds such answers; see `Plan.reused_path`.
+    name: a text in the name of each file that holds these answers; see `Plan.reused_path`.
     any_model: whether answers of other models were taken. runs: see ReusedRun.
     seed: the seed that the first earlier run was given, if this run was given none.
     """
@@ -212,7 +212,7 @@ class Plan:
         first_rows = [self.first_row(shard) for shard in range(len(self.shards))]
         shards = set()
         for row in rows:
-            # The row is in the last shard that begins at it or before it.
+            # The last shard that begins at the row or before it holds the row.
             shards.add(bisect_right(first_rows, row) - 1)
         return sorted(shards)
 

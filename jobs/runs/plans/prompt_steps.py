@@ -57,7 +57,7 @@ class Template:
         return tuple(columns)
 
     def check_cost(self, rows: int) -> None:
-        """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
+        """Raise InvalidJob if the prompts of a shard with `rows` rows have more than MAX_SHARD_PIECES pieces."""
         num_pieces = sum(map(len, self.texts))
         check_shard(num_pieces, "pieces of the template", rows, MAX_SHARD_PIECES)
 

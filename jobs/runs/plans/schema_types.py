@@ -104,6 +104,7 @@ class _Reader:
             raise _unfit_schema_error(path, f"{brief(reference)} is not in this schema")
         _, *steps = reference.split("/")  # "#/$defs/date" has the steps "$defs" and "date"
         for step in steps:
+            # A JSON pointer writes / as ~1, and ~ as ~0.
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if not isinstance(schema, dict) or name not in schema:
                 raise _unfit_schema_error(path, f"{brief(reference)} is not in this schema")

@@ -326,7 +326,7 @@ class RunSpec:
 
     @cached_property
     def way(self) -> Way | None:
-        """Return the way in which several requests lead to a row's answer; None if one request does."""
+        """Return the method by which several requests lead to a row's answer; None if one request is enough."""
         return way_of(self.way_options)
 
     def admit(self, checks: Checks) -> None:

@@ -74,7 +74,7 @@ class Limited:
 
 
 def record_batch(connection: Redis, batch: BatchRecord) -> None:
-    """Record a batch for as long as Redis keeps its run."""
+    """Record a batch for as long as Redis keeps the batch's run."""
     with connection.pipeline(transaction=False) as pipe:
         pipe.zadd(API_BATCHES_KEY, {json.dumps(asdict(batch)): batch.created_at})
         pipe.zremrangebyscore(API_BATCHES_KEY, "-inf", batch.created_at - RUN_TTL_S)

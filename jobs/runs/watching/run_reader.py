@@ -73,7 +73,7 @@ class RunReader:
     length: the number of waiting jobs of all runs on the run's queues.
     started, failed: the ids of jobs that run or have failed, by shard.
     running: the same as `started`, without the shards that have a part.
-    done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
+    done: the number of shards that have a part. claimed: the number of the run's jobs that workers have claimed.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
     is_worked_on: whether a worker of the run's queues is alive, and a shard of the run runs or has just ended.
@@ -166,7 +166,7 @@ class RunReader:
 
     @property
     def has_just_ended_a_shard(self) -> bool:
-        """Whether a shard ended so lately that its worker may be about to begin another one."""
+        """Whether a shard ended so recently that its worker may be about to begin another shard."""
         ended_at = stored.seconds(self.facts.get("ended_at"))
         return ended_at is not None and time.time() - ended_at < BETWEEN_SHARDS_S
 
@@ -257,6 +257,7 @@ class RunReader:
         listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         silent_workers = sorted(busy_workers - _alive(workers))
+        # If the second model has no queue of its own, this is the run's only queue.
         queue_of_second = self.queues[-1]
         awaited_second = self._awaited_model(
             workers, queue_of_second, identity_fact="second_model", text_fact="second_text"

@@ -48,7 +48,7 @@ class RunSnapshot:
     claimed: shards whose job a worker has claimed. One of these jobs may be about to end the run.
     queue_length: the number of jobs that wait on the run's queues, also of other runs.
     is_held: whether workers claim nothing because Redis came back with older data.
-    is_suspended: whether `rq suspend` holds all workers.
+    is_suspended: whether `rq suspend` keeps all workers from taking jobs.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
     awaited_version: "newer" or "older" if no worker of the run's queue can read the plan, because a newer or older

@@ -74,8 +74,8 @@ def time_left(
 ) -> float | None:
     """Return the seconds until a run ends; None if they cannot be estimated.
 
-    shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it. shards, rows: how many the run
-    has. running: the shards under way. now: Unix seconds.
+    shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it.
+    shards, rows: the numbers of the run's shards and rows. running: the shards under way. now: Unix seconds.
     """
     if not shards or rows is None:
         return None
@@ -114,7 +114,7 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
     """Return the work that was done on finished shards. shares: each shard's share of the run's work."""
     spans = []
     for shard, part in latest.items():
-        if shard < len(shares):
+        if shard < len(shares):  # Redis may have a record of a shard that the run does not have
             generated_work = shares[shard] * _generated_share(vars(part))
             began_at = part.started_at + part.waited_s
             spans.append(Span(part.worker, began_at, part.ended_at, generated_work))
@@ -186,7 +186,8 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
     if share >= 1 or not 0 < rows < all_rows:
         return _NewTextShares(1.0, 1.0)
 
-    # Find rows / n by bisection. For this number, which is `middle` here, 1 - exp(-middle) = share * middle.
+    # Both expressions for the number of different texts are equal. Divided by n, and with x for rows / n, they give
+    # 1 - exp(-x) = share * x. Find x by bisection.
     low = 0.0
     high = 1 / max(share, 1e-9)
     for _ in range(60):
@@ -196,7 +197,7 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
         else:
             high = middle
 
-    rows_per_text = low  # rows / n
+    rows_per_text = low  # x, which is rows / n
     next_share = exp(-rows_per_text)
     remaining_rows = all_rows - rows
     remaining_per_text = rows_per_text * remaining_rows / rows  # remaining_rows / n
