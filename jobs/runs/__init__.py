@@ -1,1 +1,1 @@
-"""Parquet runs, without their tables: arguments, plan, state in Redis, jobs. Nothing here imports pyarrow."""
+"""What a run has besides its tables: its arguments, plan, jobs and state in Redis. Nothing here imports pyarrow."""

@@ -81,8 +81,8 @@ def submit_run(
         **submission.to_arguments(),
     }
 
-    def enter(pipe: Pipeline) -> None:
-        """Write the submission, and the planning job unless a worker holds it already."""
+    def submit_and_plan(pipe: Pipeline) -> None:
+        """Write the submission. Enqueue the planning job too, unless a worker holds it already."""
         is_held = False
         # The planning job of a cancelled run ends without a plan, so it does not count as held.
         if not state.is_cancelled():
@@ -93,7 +93,7 @@ def submit_run(
 
     # The submission and its planning job are written together, because a submission without a job would wait for ever.
     watched_keys = [job_key(plan_job), executions_key(plan_job), QueueKeys(queue_name).popped]
-    state.write(enter, *watched_keys)
+    state.write(submit_and_plan, *watched_keys)
     return run
 
 
@@ -141,7 +141,7 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
 
 
 def _check_larger(spec: RunSpec, max_tokens: int) -> None:
-    """Raise InvalidJob if this max_tokens would not let the run's answers get longer."""
+    """Raise InvalidJob if the run's answers could not get longer with this max_tokens."""
     column = spec.sampling_columns.get("max_tokens")
     if column is not None:
         raise InvalidJob(
@@ -199,7 +199,10 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 def _cancel_jobs(
     state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
 ) -> Cancelled:
-    """Remove waiting jobs from their queue, and ask workers to stop the jobs that they hold. Raises RunResubmitted."""
+    """Remove waiting jobs from their queue, and ask workers to stop the jobs that they have claimed.
+
+    Raises RunResubmitted.
+    """
     removed = remove_waiting(state, submission, queue_name, job_ids)
     stopped = 0
     for start in range(0, len(job_ids), CHUNK):
@@ -304,7 +307,10 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop the jobs that they hold; return how many of `job_ids` are held."""
+    """Ask workers to stop those of the jobs that they have claimed; return the number of claimed jobs.
+
+    pipe: see `transact`.
+    """
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for holder in holders:

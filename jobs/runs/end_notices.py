@@ -44,7 +44,7 @@ RETRIES = 3
 
 
 def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
-    """Enqueue the notices of the run to which a failing job belongs, if the job's failure makes the run fail.
+    """Enqueue a run's notices if the failure of one of its jobs makes the run fail.
 
     Does nothing for a job that belongs to no run. Call this before the job's end is written.
     lease: the lease of the execution that fails for good. error: one line.
@@ -174,8 +174,9 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
 
     facts: the run's hash. is_end: True for notices of the run's end; False for notices of its failure.
     """
-    is_last = str(submission) == facts.get("submission") and "queue" in facts
-    if not is_last or not _wants_notices(facts):
+    is_last = facts.get("submission") == str(submission)
+    has_queue = "queue" in facts  # without a queue, no notice can be enqueued
+    if not is_last or not has_queue or not _wants_notices(facts):
         return False
     if facts.get(END_NOTIFIED) == str(submission):
         return False
@@ -188,7 +189,8 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
 def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None) -> dict[str, Any]:
     """Return the content of a notice. facts: the run's hash. outcome, reason: see `enqueue_notices`.
 
-    A finished run in which every row has an error may count as failed. A finished run with expired rows is expired.
+    A finished run counts as failed if every row has an error and its limit forbids that. Otherwise, a finished run with
+    expired rows counts as expired.
     """
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
@@ -196,7 +198,10 @@ def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None
     has_only_errors = rows_done > 0 and errors == rows_done
     if outcome == "finished" and has_only_errors:
         limit = ErrorLimit.from_stored(facts.get("max_errors"))
-        reason = limit.excess(rows_done - expired, errors - expired, is_whole=True)
+        # An expired row has an error too, but the limit is only for rows that were asked.
+        asked_rows = rows_done - expired
+        asked_errors = errors - expired
+        reason = limit.excess(asked_rows, asked_errors, is_whole=True)
         if reason is not None:
             outcome = "failed"
     if outcome == "finished" and expired:
@@ -234,7 +239,7 @@ def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> 
     body = json.dumps(content).encode() if isinstance(content, dict) else b""
     if not 0 < len(body) <= MAX_BODY_BYTES:
         raise wrong_value_error("content", content, "a small mapping")
-    for pause_s in (*PAUSES_S, None):  # None after the last try
+    for pause_s in (*PAUSES_S, None):  # the pause after each try; there is none after the last try
         context.check_interrupted()
         try:
             status = call_webhook(webhook, context.webhook_hosts, headers=_HEADERS, body=body)

@@ -62,7 +62,7 @@ def parse_decimal(name: str, value: Any) -> str | None:
 def check_dialect(dialect: Mapping[str, str], input_format: str) -> None:
     """Raise InvalidJob for an argument that files of this format do not take. dialect: see RunSpec.dialect."""
     for name in dialect:
-        formats = LINES if name == "encoding" else HEADED
+        formats = LINES if name == "encoding" else HEADED  # HEADED is CSV and TSV
         if input_format not in formats:
             raise InvalidJob(
                 f"{name} is for {', '.join(sorted(formats))} files, and the input is {input_format}: leave it out, or "

@@ -64,7 +64,7 @@ def shows_format(name: str, wanted: str | None) -> bool:
     file_format = named_format(name)
     if wanted is None:
         return file_format is not None
-    if wanted == OPENAI_BATCH:
+    if wanted == OPENAI_BATCH:  # batch files are named like JSONL files
         return file_format == JSONL
     return file_format == wanted
 
@@ -145,6 +145,7 @@ def keys_name(shard: int) -> str:
 
 def row_numbers_name(execution_id: str) -> str:
     """Return the name of the file that lists the rows that planning has chosen, as a path below the run's folder."""
+    # Earlier versions numbered these files. The number was always 0, and stays in the name.
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 

@@ -135,7 +135,7 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise wrong_value_error(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
-        checked_text(text, f"the default of column {brief(column)}")  # raises for any other value
+        checked_text(text, f"the default of column {brief(column)}")  # raises if `text` is no text
     texts = {}
     for column, text in sorted(value.items()):
         texts[column_name(f"a column of {name}", column)] = text
@@ -180,8 +180,8 @@ def refuse_generation_values(
     """Raise InvalidValue for a sampling value that shapes generated answers. Call this where nothing is generated.
 
     allowed: the names of values that only say how a prompt is read.
-    request: what is asked for in place of an answer, such as "labels". owner: the option that holds the values. Both
-    are words for the error.
+    request: what is asked for in place of an answer, such as "labels". owner: the option that holds the values. The
+    error names both.
     """
     for name in values:
         # A forced tool call has to be generated. Any other tool_choice only says how the prompt is read.
@@ -193,7 +193,7 @@ def refuse_generation_values(
             )
 
 
-def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
+def check_scoring_options(options: Mapping[str, Any], *, is_chat: bool) -> None:
     """Raise InvalidJob for options that cannot be combined with labels, or with a task that generates nothing."""
     task = options["task"]
     if task in RUN_SCORINGS:

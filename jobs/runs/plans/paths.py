@@ -54,7 +54,10 @@ def real_path(path: str) -> str:
 
 
 def _stored_path(scheme: str, bucket: str, uri_path: str, query: str, safe: str) -> str:
-    """Return the path of an object. Raises InvalidJob if the URI names none. safe: the URI without secrets."""
+    """Return the path of an object in a store. Raises InvalidJob if the URI names none.
+
+    safe: the URI without secrets, for errors.
+    """
     if not _BUCKET.fullmatch(bucket) or query:
         raise InvalidJob(
             f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "

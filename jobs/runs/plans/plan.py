@@ -35,7 +35,7 @@ class AnotherFormat(ValueError):
 class AddedColumn:
     """A column that planning adds to the files' columns.
 
-    Its values come from the names of folders, such as `year=2024`, or are the files' paths.
+    Its values are the files' paths, or come from the names of folders such as `year=2024`.
     """
 
     name: str
@@ -68,9 +68,9 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Reused:
-    """What planning has taken from earlier runs.
+    """The answers that planning has taken from earlier runs.
 
-    name: a part of the names of the files with the answers; see `Plan.reused_path`.
+    name: a text in the name of each file that holds these answers; see `Plan.reused_path`.
     any_model: whether answers of other models were taken. runs: see ReusedRun.
     seed: the seed that the first earlier run was given, if this run was given none.
     """
@@ -212,7 +212,7 @@ class Plan:
         first_rows = [self.first_row(shard) for shard in range(len(self.shards))]
         shards = set()
         for row in rows:
-            # The row is in the last shard that begins at it or before it.
+            # The last shard that begins at the row or before it holds the row.
             shards.add(bisect_right(first_rows, row) - 1)
         return sorted(shards)
 
@@ -298,8 +298,9 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 def _model(content: dict[str, Any]) -> PinnedModel:
     """Read a model from the object that `_as_object` made of it."""
-    adapters = tuple(content.get("adapters", ()))
-    return PinnedModel(**{**content, "adapters": adapters})
+    adapters = tuple(content.get("adapters", ()))  # JSON has lists in place of tuples
+    values = {**content, "adapters": adapters}
+    return PinnedModel(**values)
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
@@ -314,7 +315,9 @@ def _reused(content: dict[str, Any] | None) -> Reused | None:
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
     """Read an input file from the object that `_as_object` made of it."""
-    return PlannedFile(**{**content, "values": tuple(content["values"])})
+    values = tuple(content["values"])  # JSON has lists in place of tuples
+    arguments = {**content, "values": values}
+    return PlannedFile(**arguments)
 
 
 #: Fields of Plan that `to_text` writes in another form, or not at all.
@@ -348,14 +351,14 @@ def cut_shards(
 
     In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard. Its
     part shows readers the schema.
-    row_groups: for each file, the number of rows in each row group. limit: how many rows are taken, from the first on.
+    row_groups: for each file, the number of rows in each row group. limit: only the first `limit` rows are taken.
     Raises InvalidJob for more than MAX_SHARDS shards.
     """
     rows = sum(map(sum, row_groups))
     if limit is not None:
         rows = min(rows, limit)
 
-    # This estimate finds a far too small rows_per_shard before millions of shards are made.
+    # If rows_per_shard is far too small, this estimate shows it before millions of shards are made.
     are_too_many = rows // rows_per_shard > MAX_SHARDS
     shards: list[Shard] = []
     if not are_too_many:

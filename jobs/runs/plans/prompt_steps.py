@@ -57,12 +57,12 @@ class Template:
         return tuple(columns)
 
     def check_cost(self, rows: int) -> None:
-        """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
+        """Raise InvalidJob if the prompts of a shard with `rows` rows have more than MAX_SHARD_PIECES pieces."""
         num_pieces = sum(map(len, self.texts))
         check_shard(num_pieces, "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would return. They may be very many if a template repeats a long value."""
+        """Return how many characters `fill` would return: a huge number if a template repeats a long value."""
         sizes: dict[str | None, int] = {None: 0}  # None: no column follows the literal
         for column, value in values.items():
             sizes[column] = len(f"{value}")
@@ -191,7 +191,8 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     """Check one of a run's prompts, and return it in one form. number: the prompt's index, for errors."""
     has_keys = isinstance(value, dict) and "name" in value and "template" in value
-    if not has_keys or not value.keys() <= {"name", "template", "sampling"}:
+    has_other_keys = has_keys and bool(value.keys() - {"name", "template", "sampling"})
+    if not has_keys or has_other_keys:
         raise wrong_value_error(
             f"prompts[{number}]", value, "an object with name, template and optionally sampling"
         )
@@ -306,7 +307,10 @@ def make_steps(
 
 
 def _values_for_scoring(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's sampling values without those that shape generated answers, which a scored prompt cannot have."""
+    """Return those of a run's sampling values that a scored prompt can have.
+
+    Values that shape generated answers are left out.
+    """
     names = set(PROMPT_VALUES)
     if forces_call(sampling):
         names.discard("tool_choice")  # a forced tool call has to be generated

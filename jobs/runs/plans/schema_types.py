@@ -65,7 +65,8 @@ class _Reader:
         self._num_types += 1
         if self._num_types > MAX_TYPES:
             raise _unfit_schema_error(path, f"the schema names more than {MAX_TYPES} values")
-        if path.count(".") + path.count("[") > MAX_DEPTH:
+        depth = path.count(".") + path.count("[")
+        if depth > MAX_DEPTH:
             raise _unfit_schema_error(path, f"it is nested more than {MAX_DEPTH} times")
         if not isinstance(schema, dict):
             raise _unfit_schema_error(path, f"its schema is {brief(schema)}, which names no type")
@@ -103,6 +104,7 @@ class _Reader:
             raise _unfit_schema_error(path, f"{brief(reference)} is not in this schema")
         _, *steps = reference.split("/")  # "#/$defs/date" has the steps "$defs" and "date"
         for step in steps:
+            # A JSON pointer writes / as ~1, and ~ as ~0.
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if not isinstance(schema, dict) or name not in schema:
                 raise _unfit_schema_error(path, f"{brief(reference)} is not in this schema")
@@ -112,7 +114,7 @@ class _Reader:
     def _common_type(
         self, options: Iterable[Any], path: str, references: tuple[str, ...]
     ) -> ValueType:
-        """Return the type that several schemas have in common. Schemas of null only make the type nullable."""
+        """Return the type that several schemas have in common. If one of them is null, the type is nullable."""
         types = []
         is_nullable = False
         for option in options:
@@ -158,7 +160,7 @@ class _Reader:
 
 
 def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
-    """Return the type that the values of an enum have in common. A null among them only makes the type nullable."""
+    """Return the type that the values of an enum have in common. If one of them is null, the type is nullable."""
     types = []
     is_nullable = False
     for value in values:
@@ -188,7 +190,9 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
         if {common.kind, other.kind} == {INTEGER, NUMBER}:
             common = replace(common, kind=NUMBER)
         elif common != other:
-            kinds = common.kind if common.kind == other.kind else f"{common.kind} and {other.kind}"
+            kinds = common.kind
+            if other.kind != common.kind:
+                kinds += f" and {other.kind}"
             raise _unfit_schema_error(path, f"its values may have different types ({kinds})")
     return common
 

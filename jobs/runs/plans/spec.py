@@ -294,9 +294,9 @@ class RunSpec:
 
     @cached_property
     def parsed_types(self) -> Mapping[str, ValueType]:
-        """Return the types of the values that answers are parsed into, by the names of their prompts.
+        """Return the types of the values that answers are parsed into, by the prompt's name. Raises InvalidJob.
 
-        The name is "" if rows have one prompt. Answers to a prompt that is missing here stay texts. Raises InvalidJob.
+        The name is "" if rows have one prompt. If a prompt is missing from the mapping, its answers stay texts.
         """
         if not self.parse:
             return {}
@@ -326,7 +326,7 @@ class RunSpec:
 
     @cached_property
     def way(self) -> Way | None:
-        """Return the way in which several requests lead to a row's answer; None if one request does."""
+        """Return the method by which several requests lead to a row's answer; None if one request is enough."""
         return way_of(self.way_options)
 
     def admit(self, checks: Checks) -> None:
@@ -336,7 +336,10 @@ class RunSpec:
             self.way.admit(checks)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob if the run's check or way can never work. This may take as long as importing a function."""
+        """Raise InvalidJob if the run's check, or its way to an answer, can never work.
+
+        This may import a function, which may take long.
+        """
         checks.prepare(self.repairs)
         if self.way is not None:
             self.way.prepare(checks)
@@ -425,7 +428,7 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
         has_logprobs,
         "logprob_type is for log probabilities, and none are asked for: name logprobs too",
     )
-    checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)
+    checks.check_scoring_options(vars(spec), is_chat=spec.is_chat)
     check_repairs(
         spec.repairs,
         spec.sampling,
@@ -597,7 +600,10 @@ def _check_template(spec: RunSpec) -> None:
 
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
-    """Raise InvalidJob for an argument that cannot be combined with the run's way to an answer."""
+    """Raise InvalidJob for an argument that cannot be combined with `way`.
+
+    way: the method by which several requests lead to one answer.
+    """
     name = way.main_option()
     for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
         if value:

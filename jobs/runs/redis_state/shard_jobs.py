@@ -124,7 +124,7 @@ def read_earlier(
 
 
 class Holder(NamedTuple):
-    """An execution that holds a job. worker: the name of its worker."""
+    """An execution of a job by a worker. worker: the worker's name."""
 
     job_id: str
     execution_id: str
@@ -132,7 +132,7 @@ class Holder(NamedTuple):
 
 
 def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
-    """Return the executions that hold any of the jobs."""
+    """Return the executions of the jobs. A job that no worker has claimed has none."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
@@ -210,7 +210,7 @@ def enqueue_shards(
 
 
 class _ShardJob(NamedTuple):
-    """A job that a shard has. is_alive: whether the job runs, or will still run, for its shard."""
+    """A shard's job. is_alive: whether the job computes the shard, or still waits to compute it."""
 
     job: EarlierJob
     is_alive: bool
@@ -253,24 +253,25 @@ class _ShardJobs:
             earlier_jobs += queue.find(shards, last_cancelled)
 
         pipe.multi()
-        self._state.take_turn(pipe)
-        shards_alive: set[int | None] = set()
+        self._state.restart_writes(pipe)
+        shards_with_job: set[int | None] = set()
         for job, is_alive in earlier_jobs:
             if not is_alive:
                 self._delete(pipe, job)
                 continue
-            shards_alive.add(job_shard(self._plan.run, job.id))
+            shards_with_job.add(job_shard(self._plan.run, job.id))
             if job.was_cancelled(last_cancelled):
                 # The job still waits. From now on it belongs to the newest submission.
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
 
-        shards_without_job = [shard for shard in shards if shard not in shards_alive]
+        shards_without_job = [shard for shard in shards if shard not in shards_with_job]
         self._add(pipe, shards_without_job, submission)
         return len(shards_without_job)
 
     def _delete(self, pipe: Pipeline, job: EarlierJob) -> None:
         """Have `pipe` delete a dead job and its results."""
-        # A job on the target queue is alive, so a dead job is not there. That queue may be long, and is not searched.
+        # Every job on the target queue is alive, so a dead job is not there. The target queue is not searched, because
+        # it may be long.
         may_be_on_queue = job.origin != self._target.queue.name
         job.delete(pipe, from_queue=may_be_on_queue)
         pipe.delete(results_key(job.id))
@@ -360,9 +361,9 @@ class _ShardQueue:
         return [_ShardJob(job, self._is_alive(job, last_cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
-        """Whether a job runs, or will still run, for its shard."""
+        """Whether a job computes its shard, or still waits to compute it."""
         if job.was_cancelled(last_cancelled):
-            # The job still runs for its shard if it waits. A worker that holds the job ends it without a part.
+            # A job that waits will compute its shard. A worker that has claimed the job ends it without a part.
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True

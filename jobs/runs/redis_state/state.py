@@ -5,7 +5,7 @@ Resuming a run needs none of these keys. The parts on disk are the truth, and th
 A process may be frozen for any time between a read and a write. So each write that depends on a read is one
 transaction, which is carried out only under a condition:
 - A submission, or a planner that enqueues jobs: nobody has planned, submitted or cancelled the run meanwhile.
-- Another write of a planner: the planner's worker still holds its job.
+- Any other write of a planner: the planner's worker still has the planning job.
 - A cancel: the run was not submitted again meanwhile.
 - A count of parts: no part was recorded meanwhile.
 """
@@ -175,6 +175,7 @@ class RunState:
         self._key = run_key(run)
         self._parts_key = run_key(run, "parts")
         self._failed_key = run_key(run, "failed")
+        # Each planner, submission and cancel writes this key, so that `write` notices them.
         self._turn_key = run_key(run, "turn")
         self._record = connection.register_script(_RECORD)
 
@@ -237,16 +238,18 @@ class RunState:
     ) -> None:
         """Submit the run with a planning job.
 
-        A run that was cancelled is no longer cancelled then. A finished run stays finished.
-        pipe: watches the run's key or its turn key. This method begins a transaction, which the caller must execute.
-        is_new: False if a planning is under way. Then the submission keeps the number of the last one.
+        A cancelled run is no longer cancelled after that. A finished run stays finished.
+        pipe: watches the run's hash, or the key that `write` watches. This method begins a transaction, which the
+        caller must execute.
+        is_new: False if the run is being planned already. Then this submission gets the number of the last submission.
         by: who submits the run; "" if that is not known.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         last_number, cancelled_number = map(_number, numbers)
         number = last_number
         if is_new:
-            # Redis may have lost the numbers of earlier submissions. The present time is never below a lost number.
+            # Redis may have lost the numbers of earlier submissions. Numbers are made from the clock, so the present
+            # time is never below a lost number.
             number = max(last_number, cancelled_number, _now_ms()) + 1
 
         facts = {
@@ -262,7 +265,7 @@ class RunState:
         pipe.multi()
         self._put(pipe, facts, *_OUTDATED_BY_SUBMISSION)
         pipe.delete(self._failed_key)
-        self.take_turn(pipe)
+        self.restart_writes(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
         self._list_run(pipe)
 
@@ -272,8 +275,8 @@ class RunState:
         Raises RunBusy, or RunCancelled if the job's submission was cancelled.
         """
 
-        def enter(pipe: Pipeline) -> None:
-            """Write the submission, unless the run has it already."""
+        def submit_once(pipe: Pipeline) -> None:
+            """Write the submission unless the run has it already. Raises RunCancelled if the run has been cancelled."""
             fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             known_plan_job, cancelled = fields
             if known_plan_job != plan_job.encode():
@@ -285,7 +288,7 @@ class RunState:
                 pipe.execute()
                 raise RunCancelled(self.run)
 
-        self._change(enter, self._key)
+        self._change(submit_once, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
         """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
@@ -305,7 +308,7 @@ class RunState:
         # `submit` makes the numbers of submissions from the clock. If Redis lost the run, `submission` may be too low.
         # No number that was given so far is higher than the present time.
         number = max(submission, _now_ms())
-        self.take_turn(pipe)
+        self.restart_writes(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
     def change_if_last(self, submission: int, change: Callable[[Pipeline], T]) -> T:
@@ -349,9 +352,9 @@ class RunState:
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        The parts recorded since the submission are judged. Rows that were not asked before the deadline do not count.
-        is_whole: whether every shard has a part. Then all parts are judged, so that the order in which they came does
-        not matter.
+        Rows that were not asked before the deadline do not count.
+        is_whole: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were recorded
+        since the submission.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
         """
         if client is None:
@@ -398,7 +401,10 @@ class RunState:
         return self._change(record, self._parts_key)
 
     def mark_finished(self, manifest: Mapping[str, Any]) -> None:
-        """Mark the run finished, with the totals of its manifest. manifest: {} if another worker has written it."""
+        """Mark the run finished, with the totals of its manifest.
+
+        manifest: {} if another worker has written the manifest.
+        """
         facts: dict[str, Any] = {"finished": 1}
         if manifest:
             facts |= {f"total_{name}": manifest[name] for name in COUNTED}
@@ -410,7 +416,8 @@ class RunState:
     def unmark_finished(self, has_success: Callable[[], bool]) -> None:
         """Remove the field "finished" from Redis if _SUCCESS was deleted from the run's folder. Raises RunBusy.
 
-        has_success: returns whether the folder has _SUCCESS. A worker that ends the run later writes both again.
+        A worker that ends the run later writes the field and _SUCCESS again.
+        has_success: returns whether the folder has _SUCCESS.
         """
 
         def unmark(pipe: Pipeline) -> None:
@@ -453,7 +460,7 @@ class RunState:
         """
 
         def amend(pipe: Pipeline) -> PartCount:
-            """Compare the listing with the records of this moment, and write what differs."""
+            """Compare the listing with the present records, and write what differs."""
             # If Redis has lost the totals, all records are written anew.
             lacks_totals = self._lacks_totals(pipe)
             records: dict[int, bytes] = {}
@@ -492,7 +499,7 @@ class RunState:
     def records(self) -> dict[int, bytes]:
         """Return the record of each part, by shard.
 
-        The mapping is empty if Redis has lost the run's totals, even if parts were recorded after that.
+        If Redis has lost the run's totals, the mapping is empty, so that all parts are recorded anew.
         """
         if self._lacks_totals(self.connection):
             return {}
@@ -530,12 +537,12 @@ class RunState:
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change as one transaction, as `transact` does, and return the result of `change`. Raises RunBusy.
 
-        `change` is called again if a planner, submission or cancel came after its reads.
+        `change` is called again if a planner, submission or cancel has changed the run meanwhile.
         """
         return self._change(change, self._turn_key, *watched)
 
-    def take_turn(self, pipe: Pipeline) -> None:
-        """Have `pipe` write the run's turn key, which `write` watches. So every `write` under way starts over."""
+    def restart_writes(self, pipe: Pipeline) -> None:
+        """Have `pipe` write the key that `RunState.write` watches, so that each such write under way starts over."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
@@ -545,7 +552,7 @@ class RunState:
             return transact(self.connection, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
-            """Make the change if the job is still held."""
+            """Make the change unless the worker has lost the job."""
             if pipe.zscore(lease.key, lease.execution_id) is None:
                 raise RunBusy(self.run)
             return change(pipe)

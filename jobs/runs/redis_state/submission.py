@@ -72,11 +72,11 @@ class ErrorLimit:
     def excess(
         self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
     ) -> str | None:
-        """Return a sentence that says that too many rows have an error; None if the limit allows the errors.
+        """Return why a run with too many errors must stop, as a sentence; None if the limit allows the errors.
 
         rows, errors: how many rows are judged, and how many of them have an error.
         is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
-        judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
+        judges_few: whether a limit such as "5%" already holds for fewer than MIN_JUDGED_ROWS rows.
         """
         has_only_errors = rows > 0 and errors == rows
         if is_whole and has_only_errors and self.share != 1:
@@ -194,7 +194,7 @@ class Submission:
         return calls
 
     def check_calls(self, hosts: Collection[str], functions: Collection[str]) -> None:
-        """Raise InvalidJob for a call that this worker may not make.
+        """Raise InvalidJob for a webhook or a function that this worker may not call.
 
         hosts, functions: the hosts and the functions that this worker may call.
         """

@@ -362,7 +362,7 @@ def _cell(value: Any) -> str:
 
 
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of the reasons for which rows have an error."""
+    """Return the table of errors: each reason, how many rows have it, and some of these rows."""
     rows = []
     num_listed = 0
     for reason in reasons:

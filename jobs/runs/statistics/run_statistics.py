@@ -43,7 +43,7 @@ class PartStats:
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     finish_reasons, labels: how many answers have each finish reason or label. Rows with an error do not count, and only
     the commonest labels are kept.
-    left_out: by argument, the number of a batch file's lines that were answered without this argument.
+    left_out: how many lines of a batch file were answered without an argument that they give, by the argument.
     """
 
     run: str
@@ -100,7 +100,7 @@ class PartStats:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` or `to_record` of this or another version wrote. Raises ValueError."""
+        """Read a text that `to_text` or `to_record` wrote, in this version or another one. Raises ValueError."""
         content = json.loads(text)
         values = {}
         for known_field in fields(cls):
@@ -167,7 +167,7 @@ class Reasons:
         return 0 if reason is None else reason.rows
 
     def add(self, text: str, rows: Sequence[int], count: int | None = None) -> None:
-        """Count rows that have one reason.
+        """Count rows that have the same reason. text: the reason.
 
         rows: ascending row numbers. count: the number of rows, if `rows` has only some of them.
         """
@@ -180,7 +180,9 @@ class Reasons:
         if rows and reason.examples and rows[0] < reason.examples[0]:
             reason.text = text  # the first row's error stands for all
         reason.rows += len(rows) if count is None else count
-        reason.examples = sorted([*reason.examples, *rows[:MAX_EXAMPLES]])[:MAX_EXAMPLES]
+        examples = [*reason.examples, *rows[:MAX_EXAMPLES]]
+        examples.sort()
+        reason.examples = examples[:MAX_EXAMPLES]
 
     def commonest(self, most: int) -> list[Reason]:
         """Return at most `most` reasons, the commonest first. Equally common reasons are ordered by their first row."""

@@ -1,4 +1,4 @@
-"""Records of the API servers in Redis: their batches, and the limits because of which requests were refused.
+"""Records of the API servers in Redis: their batches, and the limits that made them refuse requests.
 
 The dashboard and /metrics show these records. The servers do not need the records, because their batches lie in a
 folder.
@@ -63,9 +63,9 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class Limited:
-    """A limit because of which a project's requests were refused.
+    """A limit that made the server refuse a project's requests.
 
-    limit: the code of the error that its client got. last_at: the time of the last refusal, in Unix seconds.
+    limit: the code of the error that the project's client got. last_at: the time of the last refusal, in Unix seconds.
     """
 
     project: str
@@ -74,7 +74,7 @@ class Limited:
 
 
 def record_batch(connection: Redis, batch: BatchRecord) -> None:
-    """Record a batch for as long as Redis keeps its run."""
+    """Record a batch for as long as Redis keeps the batch's run."""
     with connection.pipeline(transaction=False) as pipe:
         pipe.zadd(API_BATCHES_KEY, {json.dumps(asdict(batch)): batch.created_at})
         pipe.zremrangebyscore(API_BATCHES_KEY, "-inf", batch.created_at - RUN_TTL_S)
@@ -109,7 +109,7 @@ def record_limited(connection: Redis, project: str, limit: str, now: float) -> N
 
 
 def recorded_limits(connection: Redis) -> list[Limited]:
-    """Return the limits because of which requests were refused, the latest refusal first. Raises RedisError."""
+    """Return the limits that made the server refuse requests, with the latest refusal first. Raises RedisError."""
     fields: Any = connection.hgetall(API_LIMITED_KEY)
     limits = []
     for name, value in fields.items():

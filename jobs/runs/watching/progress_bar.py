@@ -42,7 +42,7 @@ class Bar:
         tqdm.write(text, file=self._file)
 
     def close(self) -> None:
-        """Leave the bar as it is. What is printed later begins on a new line."""
+        """End the bar: it stays on the screen, and later output begins on a new line."""
         self._bar.close()
 
 
@@ -52,7 +52,8 @@ def speed_text(snapshot: RunSnapshot) -> str:
     if snapshot.tokens_per_s is not None:
         texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
     time_left = left_text(snapshot)
-    if time_left and snapshot.left_s is not None and not snapshot.is_stalled:
+    is_duration = snapshot.left_s is not None and not snapshot.is_stalled
+    if time_left and is_duration:  # the text is not "estimating" or "stalled for ..."
         time_left = f"{time_left} left"
     if time_left:
         texts.append(time_left)

@@ -70,6 +70,7 @@ def read_run_list(
     workers = _listening(read_workers(connection) if workers is None else workers)
     snapshots = []
     for reader in _filled_readers(connection, runs, workers, MAX_ENTRIES):
+        # Looking up jobs one by one takes long, so it is done only for a run that may have lost jobs.
         if reader.seems_idle and reader.may_lack_jobs:
             reader.find_jobs(connection)
         snapshots.append(_snapshot(connection, reader, workers))
@@ -137,7 +138,7 @@ def list_runs(
 
 
 def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
-    """Return those of the last `limit` submitted runs that are not expected to end before their deadline."""
+    """Return the runs that are expected to miss their deadline. Only the last `limit` submitted runs are looked at."""
     run_ids = _last_submitted(connection, limit)
     with connection.pipeline(transaction=False) as pipe:
         for run in run_ids:
@@ -238,19 +239,20 @@ def _filled_readers(
 def _read_queues(
     connection: Redis, readers: Sequence[RunReader], max_entries: int | None
 ) -> dict[str, QueueJobs]:
-    """Read the queues of the readers' runs, each once; return their jobs by the queues' names.
+    """Read each queue of the readers' runs once; return the queues' jobs by the queue's name.
 
     max_entries: the most entries that are read from a registry; None for all.
     """
-    entries_of: dict[str, int | None] = {}  # by queue
+    max_entries_of: dict[str, int | None] = {}  # by queue
     for reader in readers:
         for name in reader.queues:
-            if not reader.is_finished:
-                entries_of[name] = max_entries
-            # A finished run needs no entries, but `read_queue` always reads at least one.
-            entries_of.setdefault(name, 1)
+            if reader.is_finished:
+                # A finished run needs no entries, but `read_queue` always reads at least one.
+                max_entries_of.setdefault(name, 1)
+            else:
+                max_entries_of[name] = max_entries
     queues = {}
-    for name, most in entries_of.items():
+    for name, most in max_entries_of.items():
         queues[name] = read_queue(connection, name, most)
     return queues
 
@@ -287,7 +289,7 @@ def read_queue(connection: Redis, name: str, max_entries: int | None) -> QueueJo
     max_entries: the most entries that are read from a registry; None for all.
     """
     keys = rq_jobs.QueueKeys(name)
-    last_index = -1 if max_entries is None else max_entries - 1  # -1 is the last entry of all
+    last_index = -1 if max_entries is None else max_entries - 1  # for Redis, -1 is the last entry
     with connection.pipeline(transaction=False) as pipe:
         # A job moves through the keys in this order, so a job that moves while they are read is not missed.
         pipe.llen(keys.waiting)
@@ -300,7 +302,9 @@ def read_queue(connection: Redis, name: str, max_entries: int | None) -> QueueJo
 
 def _read_parts(connection: Redis, readers: Sequence[RunReader]) -> None:
     """Read each run's counts, its number of parts, and which shards with a job have a part."""
-    shards_with_jobs = [list({*reader.started, *reader.failed}) for reader in readers]
+    shards_with_jobs = []  # a list of shards for each reader
+    for reader in readers:
+        shards_with_jobs.append(list(reader.started.keys() | reader.failed.keys()))
     with connection.pipeline(transaction=False) as pipe:
         for reader, shards in zip(readers, shards_with_jobs, strict=True):
             parts_key = run_key(reader.run, "parts")

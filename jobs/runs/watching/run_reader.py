@@ -71,9 +71,9 @@ class RunReader:
 
     facts: fields of the run's hash, as texts. plan_status: the status of the planning job; None if there is no job.
     length: the number of waiting jobs of all runs on the run's queues.
-    started, failed: the ids of jobs that run or have failed, by shard. running: the started jobs of shards without a
-    part.
-    done: the number of shards that have a part. claimed: the number of the run's jobs that a worker holds.
+    started, failed: the ids of jobs that run or have failed, by shard.
+    running: the same as `started`, without the shards that have a part.
+    done: the number of shards that have a part. claimed: the number of the run's jobs that workers have claimed.
     gone: the number of shards that have neither a part nor a job in Redis.
     progress: the progress of the running shards, in their order.
     is_worked_on: whether a worker of the run's queues is alive, and a shard of the run runs or has just ended.
@@ -166,13 +166,13 @@ class RunReader:
 
     @property
     def has_just_ended_a_shard(self) -> bool:
-        """Whether a shard ended so lately that its worker may be about to begin another one."""
+        """Whether a shard ended so recently that its worker may be about to begin another shard."""
         ended_at = stored.seconds(self.facts.get("ended_at"))
         return ended_at is not None and time.time() - ended_at < BETWEEN_SHARDS_S
 
     @property
     def quiet_s(self) -> float | None:
-        """Return the seconds since any shard last began, reported or ended; None if nobody works on the run."""
+        """Return the seconds since a shard last began, reported progress or ended; None if nobody works on the run."""
         if not self.is_worked_on:
             return None
         moments = [stored.seconds(self.facts.get("ended_at"))]
@@ -216,9 +216,10 @@ class RunReader:
             for shard in not_failed[:MAX_SOUGHT]:
                 job_keys = map(rq_jobs.job_key, self._job_ids(shard))
                 pipe.exists(*job_keys)
-            job_counts = pipe.execute()  # by shard
+            job_counts = pipe.execute()  # for each shard, how many of its jobs Redis has
+        num_without_job = job_counts.count(0)
         # Nobody runs a stopped job again, so its shard counts as gone too.
-        self.gone = job_counts.count(0) + len(self.stopped)
+        self.gone = num_without_job + len(self.stopped)
 
     def _job_ids(self, shard: int) -> list[str]:
         """Return the ids of a shard's jobs: one, or two in a cascade."""
@@ -256,6 +257,7 @@ class RunReader:
         listening = listening_on(living, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         silent_workers = sorted(busy_workers - _alive(workers))
+        # If the second model has no queue of its own, this is the run's only queue.
         queue_of_second = self.queues[-1]
         awaited_second = self._awaited_model(
             workers, queue_of_second, identity_fact="second_model", text_fact="second_text"
@@ -314,14 +316,13 @@ class RunReader:
         )
 
     def _too_many_errors(self) -> str | None:
-        """Return a sentence that says that too many rows have an error; None if the run's limit allows the errors."""
+        """Say that too many rows have an error; return None if the run's limit allows the errors."""
         limit = ErrorLimit.from_stored(self.facts.get("max_errors"))
-        num_expired = self.counts["expired"]  # these rows do not count
-        return limit.excess(
-            self.counts["rows"] - num_expired,
-            self.counts["errors"] - num_expired,
-            is_whole=self.is_finished,
-        )
+        # An expired row has an error too, but the limit is only for rows that were asked.
+        num_expired = self.counts["expired"]
+        asked_rows = self.counts["rows"] - num_expired
+        asked_errors = self.counts["errors"] - num_expired
+        return limit.excess(asked_rows, asked_errors, is_whole=self.is_finished)
 
     def _rates(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
@@ -367,7 +368,7 @@ class RunReader:
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
         """Estimate the seconds left, from the running shards and the latest parts.
 
-        Returns None if they cannot be estimated, for example because the run lacks workers.
+        Returns None if there is no estimate, for example because the run lacks workers.
         """
         if self.lacks_workers:
             return None
@@ -396,9 +397,14 @@ class RunReader:
         Parts after the running shards come from an earlier submission, and count as the oldest.
         """
         last_running = max(self.running, default=-1)
-        before = sorted(shard for shard in shards_with_part if shard <= last_running)
-        after = sorted(shard for shard in shards_with_part if shard > last_running)
-        return after + before
+        of_earlier_submission = []
+        of_last_submission = []
+        for shard in sorted(shards_with_part):
+            if shard > last_running:
+                of_earlier_submission.append(shard)
+            else:
+                of_last_submission.append(shard)
+        return of_earlier_submission + of_last_submission
 
     def _plan_error(self, connection: Redis) -> str | None:
         """Say why the last planning made no plan; None if it made one, or may still make one."""
@@ -415,7 +421,7 @@ class RunReader:
         return None
 
     def _awaited_first_model(self, workers: Collection[Worker]) -> str | None:
-        """Return the text of the model that the run needs now, as `_awaited_model` does.
+        """Return a text that names the model that the run needs now; None if a worker serves it (see `_awaited_model`).
 
         A waiting planning job needs the model with which it was submitted. After that, the run needs its first model.
         """
@@ -448,7 +454,10 @@ class RunReader:
         return text
 
     def _awaited_adapters(self, workers: Collection[Worker]) -> str | None:
-        """Return the run's adapters whose files no worker of its queue has, as one text; None if none is missing."""
+        """Return the run's adapters whose files no worker of its queue has, as one text.
+
+        Returns None if every adapter is on a worker, or if a worker does not say what it serves.
+        """
         served = models_on(workers, self.facts["queue"])
         if served is None:
             return None
@@ -459,7 +468,7 @@ class RunReader:
         return safe_name(", ".join(missing), MAX_TEXT_CHARS)
 
     def _awaited_version(self, workers: Collection[Worker]) -> str | None:
-        """Return whether the plan's format is "newer" or "older" than those that the queue's workers can read.
+        """Return whether the plan's format is "newer" or "older" than the formats that the queue's workers can read.
 
         Returns None if a worker can read the plan, or if the formats are not known.
         """

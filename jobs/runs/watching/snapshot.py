@@ -45,18 +45,18 @@ class RunSnapshot:
     rows, shards, model: None until the run is planned.
     rows_done, tokens: counted over finished and running shards. All other counts are of finished shards.
     gone: shards without a part whose job is no longer in Redis.
-    claimed: shards that a worker holds. One of them may be about to write the run's end.
+    claimed: shards whose job a worker has claimed. One of these jobs may be about to end the run.
     queue_length: the number of jobs that wait on the run's queues, also of other runs.
     is_held: whether workers claim nothing because Redis came back with older data.
-    is_suspended: whether `rq suspend` holds all workers.
+    is_suspended: whether `rq suspend` keeps all workers from taking jobs.
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
     awaited_version: "newer" or "older" if no worker of the run's queue can read the plan, because a newer or older
     version of Tokenmill planned the run; else None.
     listened: the queues that have workers.
     stopped: why the run was stopped, if its errors stopped it.
-    submitted_by: the user and machine that submitted the run last, which nobody has checked; None if a worker enqueued
-    it.
+    submitted_by: the user and machine that submitted the run last, as the client named them, so they may be wrong; None
+    if a worker enqueued the run.
     deadline: the time after which no row is begun. expired: the number of rows that were not begun before the deadline.
     failed_jobs: the ids of failed jobs, without jobs that an earlier cancel has stopped.
     worked_s: the seconds in which workers had shards; None until the run has finished.
@@ -166,7 +166,7 @@ class RunSnapshot:
     def deadline_holds(self) -> bool | None:
         """Whether the run is expected to end before its deadline.
 
-        None if the run has no deadline, has finished, or nobody knows yet how long it goes on.
+        None if the run has no deadline, or has finished, or if there is no estimate of the time left yet.
         """
         if self.deadline is None or self.finished:
             return None
@@ -229,7 +229,7 @@ class RunSnapshot:
 
 
 def verdict(snapshot: RunSnapshot) -> list[str]:
-    """Return lines that say why a run was refused or stopped, or has too many errors; none if nothing is wrong."""
+    """Return lines that say what went wrong with a run, such as why it was stopped; none if nothing is wrong."""
     lines = []
     error = snapshot.plan_error
     if error is not None and snapshot.finished:
@@ -250,7 +250,7 @@ def verdict(snapshot: RunSnapshot) -> list[str]:
 
 
 def left_text(snapshot: RunSnapshot) -> str:
-    """Say how long a run goes on; "" if it does not run, or nobody works on it."""
+    """Say how much time a run has left; "" if it does not run, or if nobody works on it."""
     if snapshot.is_stalled:
         return f"stalled for {duration_text(snapshot.quiet_s or 0.0)}"
     if snapshot.left_s is not None:
@@ -344,7 +344,8 @@ def _not_served(queue: str | None, model: str) -> str:
 def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     """Return a sentence about the other jobs that wait or run on the run's queue; none if there are no such jobs.
 
-    The sentence does not say how many of them go first, because workers keep putting the queue into a fair order.
+    The sentence does not say how many of these jobs run before this run's jobs, because workers keep reordering the
+    queue so that each run gets its share.
     """
     keys = QueueKeys(snapshot.queue)
     with connection.pipeline(transaction=False) as pipe:
@@ -362,7 +363,10 @@ def _other_jobs(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     if not waiting_ids and not running_ids:
         return []
 
-    count = f"{len(waiting_ids)} or more" if len(waiting) == MAX_OTHERS else str(len(waiting_ids))
+    count = str(len(waiting_ids))
+    may_have_more = len(waiting) == MAX_OTHERS  # no more than MAX_OTHERS jobs were read
+    if may_have_more:
+        count += " or more"
     sentence = (
         f"other jobs on queue {snapshot.queue!r}: {count} waiting, {len(running_ids)} running"
     )

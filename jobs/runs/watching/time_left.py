@@ -1,4 +1,4 @@
-"""Estimates how long a run goes on, from the rows and bytes that are left and the rate of the latest work."""
+"""Estimates how much time a run has left, from the rows and bytes that are left and the rate of the latest work."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -18,8 +18,9 @@ LEAST_S = 10.0
 class Progress:
     """The progress that a shard's job reports.
 
-    rows: how many of shard_rows are answered. rows_open: how many rows are being answered.
-    tokens: all tokens that were generated. tokens_open: the part of them that was generated for open rows.
+    shard_rows: the number of the shard's rows. rows: how many of them are answered. rows_open: how many are being
+    answered.
+    tokens: all tokens that were generated. tokens_open: the tokens that were generated for rows being answered.
     reported_at: when the job reported this, in Unix seconds; None before its first report.
     has_job: whether Redis has the job.
     """
@@ -39,7 +40,8 @@ class Progress:
 class PartsDone:
     """The parts of a run that are done.
 
-    shards: the shards that have a part. latest: the statistics of the shards done last. counts: totals of all parts.
+    shards: the shards that have a part.
+    latest: the statistics of the parts that were written last, by shard. counts: totals of all parts.
     """
 
     shards: Collection[int]
@@ -72,8 +74,8 @@ def time_left(
 ) -> float | None:
     """Return the seconds until a run ends; None if they cannot be estimated.
 
-    shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it. shards, rows: how many the run
-    has. running: the shards under way. now: Unix seconds.
+    shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it.
+    shards, rows: the numbers of the run's shards and rows. running: the shards under way. now: Unix seconds.
     """
     if not shards or rows is None:
         return None
@@ -86,7 +88,7 @@ def time_left(
         rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=rows
     )
     spans = _finished_work(parts.latest, shares)
-    remaining = []  # the remaining work of each shard that has some
+    remaining = []  # the remaining work of each unfinished shard
     for shard in range(shards):
         if shard not in parts.shards and shard not in running:
             remaining.append(shares[shard])
@@ -96,8 +98,10 @@ def time_left(
             continue
         share_done = _share_done(progress, tokens_of_row)
         remaining.append(shares[shard] * (1 - share_done))
+        # Only rows with a new text took time.
         generated_work = shares[shard] * share_done * new_text_shares.next_rows
-        # Nothing is known of the time since the last report, which may be long ago, for example while Redis is full.
+        # The span ends with the last report, because nothing is known of the time after it. The report may be old, for
+        # example while Redis is full.
         reported_at = max(progress.started_at, progress.reported_at or 0.0)
         span = Span(
             progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
@@ -110,7 +114,7 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
     """Return the work that was done on finished shards. shares: each shard's share of the run's work."""
     spans = []
     for shard, part in latest.items():
-        if shard < len(shares):
+        if shard < len(shares):  # Redis may have a record of a shard that the run does not have
             generated_work = shares[shard] * _generated_share(vars(part))
             began_at = part.started_at + part.waited_s
             spans.append(Span(part.worker, began_at, part.ended_at, generated_work))
@@ -173,16 +177,17 @@ class _NewTextShares(NamedTuple):
 
 
 def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
-    """Estimate which share of the rows to come has a new text.
+    """Estimate the shares of new texts among the rows that are still to come.
 
     rows: the number of rows so far. share: the share of these rows whose text was new. all_rows: the run's rows.
-    The estimate assumes that the text of each row is drawn at random from n texts. Then x rows hold
-    n * (1 - exp(-x / n)) different texts. The rows so far hold rows * share different texts, from which n follows.
+    The estimate assumes that the text of each row is drawn at random from n texts. Then `rows` rows hold
+    n * (1 - exp(-rows / n)) different texts. They are known to hold rows * share different texts. n follows from this.
     """
     if share >= 1 or not 0 < rows < all_rows:
         return _NewTextShares(1.0, 1.0)
 
-    # Bisect for x = rows / n, at which 1 - exp(-x) = share * x.
+    # Both expressions for the number of different texts are equal. Divided by n, and with x for rows / n, they give
+    # 1 - exp(-x) = share * x. Find x by bisection.
     low = 0.0
     high = 1 / max(share, 1e-9)
     for _ in range(60):
@@ -192,12 +197,13 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
         else:
             high = middle
 
-    rows_per_text = low  # rows / n
+    rows_per_text = low  # x, which is rows / n
     next_share = exp(-rows_per_text)
-    remaining_per_text = rows_per_text * (all_rows - rows) / rows
+    remaining_rows = all_rows - rows
+    remaining_per_text = rows_per_text * remaining_rows / rows  # remaining_rows / n
     if remaining_per_text <= 0:
         return _NewTextShares(next_share, 1.0)
-    # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining / n)) new texts.
+    # The remaining rows hold n * exp(-rows / n) * (1 - exp(-remaining_rows / n)) new texts.
     remaining_share = next_share * -expm1(-remaining_per_text) / remaining_per_text
     return _NewTextShares(next_share, remaining_share)
 
