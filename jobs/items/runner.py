@@ -46,8 +46,8 @@ class ItemRunner(Generic[T]):
 
     answers: for each prompt or row, the answer that is already known, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` also holds the replies that each item was sent, for a journal that holds replies
-    in place of answers. expired: returns None before the deadline, and afterwards the answer of items that were not
-    begun. answered: the answers that this runner has found, in the order in which it found them.
+    in place of answers. expired: returns None before the deadline; after the deadline, it returns the answer for items
+    that were not begun. answered: the answers that this runner has found, in the order in which it found them.
     """
 
     def __init__(
@@ -290,10 +290,10 @@ class ItemRunner(Generic[T]):
             # execution, and the tokens that were generated now. A failed sample may lack all of them.
             num_generated = len(sample.token_ids) - sample.num_continued
             num_resumed = max(0, sample.num_continued - sent.num_continued)
-            num_for_request = max(0, len(sample.token_ids) - sent.num_continued)
+            num_by_any_execution = max(0, len(sample.token_ids) - sent.num_continued)
             counts.generated_tokens += num_generated
             counts.resumed_tokens += num_resumed
-            sent.entry.num_tokens += num_for_request
+            sent.entry.num_tokens += num_by_any_execution
 
     def _end(self, entry: Entry[T]) -> None:
         """Take the answer of an item that has returned, and remember it for other jobs."""
@@ -315,7 +315,7 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
-        """Note the answer to each prompt or row of an item. The item's tokens count for the first of them only."""
+        """Note the answer to each prompt or row of an item. Only the first prompt or row counts the item's tokens."""
         self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
@@ -335,7 +335,7 @@ class ItemRunner(Generic[T]):
             make().close()
 
     def _answer_unasked(self, entry: Entry[T]) -> bool:
-        """Answer an item without beginning it, if that is possible; return whether it was."""
+        """Answer an item without beginning it, if possible. Return whether the item now has an answer."""
         return self._take_known(entry) or self._let_expire(entry)
 
     def _let_expire(self, entry: Entry[T]) -> bool:

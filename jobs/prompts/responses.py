@@ -248,7 +248,7 @@ def text_token(entry: Logprob) -> str:
 
 
 def chat_token(entry: Logprob) -> dict[str, Any]:
-    """Return a token in the form of `chat.completion`. A token that is only part of a character has its bytes."""
+    """Return a token in the form of `chat.completion`. A token that is only part of a character is shown in escapes."""
     if entry.partial_bytes is None:
         token = entry.decoded_token
         token_bytes = token.encode()
@@ -339,7 +339,7 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
 def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
-    """Return a choice's fields about its prompt: log probabilities, attempts, and what the prompt's way adds."""
+    """Return a choice's fields about its prompt: log probabilities, attempts, and the values that a Way adds."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)

@@ -53,7 +53,9 @@ class ToolUse(Way):
         offered = [tool["function"]["name"] for tool in tools]
         for name in offered:
             if name not in self._function_of:
-                raise InvalidValue("the tool {} has no function: give it with tool", brief(name))
+                raise InvalidValue(
+                    "the tool {} has no function: name one in the option `tool`", brief(name)
+                )
         for name in self._function_of:
             if name not in offered:
                 raise InvalidValue(
