@@ -163,7 +163,7 @@ def _samples(value: Any) -> list[PlainCompletion]:
 
 
 def _completion_json(completion: Any) -> dict[str, Any]:
-    """Return a completion as JSON, without values at their defaults."""
+    """Return a completion as JSON. Values that equal their defaults are left out."""
     values: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(completion, name)

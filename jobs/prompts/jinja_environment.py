@@ -118,7 +118,7 @@ _environment = _Environment()
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Return what `_Environment.compiled` returns for a template. The last templates are cached."""
+    """Compile a template as `_Environment.compiled` does. The last templates are cached."""
     return _environment.compiled(text)
 
 

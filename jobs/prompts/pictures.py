@@ -76,7 +76,7 @@ def without_pictures(value: Parts) -> Parts:
 def pictures_in(value: Parts) -> list[Any]:
     """Return the pictures of messages or parts, in order."""
     pictures: list[Any] = []
-    map_pictures(value, pictures.append)  # its copy of the value is dropped
+    map_pictures(value, pictures.append)  # the copy that it returns is not needed
     return pictures
 
 

@@ -127,7 +127,7 @@ def text_logprobs(
         answer_rows = sample.logprobs or ()
 
     tokens: list[str] = []
-    parts: list[tuple[str, bytes | None]] = []  # for _text_offsets
+    tokens_and_bytes: list[tuple[str, bytes | None]] = []  # for _text_offsets
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     answer_tokens = [_token_entry(row).decoded_token for row in answer_rows]
@@ -136,20 +136,20 @@ def text_logprobs(
     for token, row in zip(all_tokens, all_rows, strict=True):
         if row is None:  # this token has no log probability
             tokens.append(token)
-            parts.append((token, None))
+            tokens_and_bytes.append((token, None))
             logprobs.append(None)
             top_logprobs.append(None)
             continue
         entry = _token_entry(row)
         tokens.append(text_token(entry))
-        parts.append((token, entry.partial_bytes))
+        tokens_and_bytes.append((token, entry.partial_bytes))
         logprobs.append(_json_logprob(entry))
         top_logprobs.append(_by_text(row))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": top_logprobs,
-        "text_offset": _text_offsets(text, parts),
+        "text_offset": _text_offsets(text, tokens_and_bytes),
     }
 
 
@@ -248,7 +248,7 @@ def text_token(entry: Logprob) -> str:
 
 
 def chat_token(entry: Logprob) -> dict[str, Any]:
-    """Return a token in the form of `chat.completion`. A token that is only part of a character is shown in escapes."""
+    """Return a token in the form of `chat.completion`. A part of a character is shown as escaped bytes."""
     if entry.partial_bytes is None:
         token = entry.decoded_token
         token_bytes = token.encode()
@@ -301,6 +301,7 @@ def text_completion(
         choices.append({**choice, **_prompt_values(answer, sample, options)})
     token_counts = usage(answers)
     if options.prompt_only:
+        # The engine has generated a token, which the response leaves out.
         token_counts |= {"completion_tokens": 0, "total_tokens": token_counts["prompt_tokens"]}
     return {"object": "text_completion", "choices": choices, "usage": token_counts}
 

@@ -1,4 +1,4 @@
-"""Finds out whose jobs wait in a queue, and takes all waiting jobs of one producer out of it.
+"""Finds out whose jobs wait in a queue, and cancels the waiting jobs of one producer.
 
 A job's producer is its run, or the text that its `meta` has under `producer`. No payload is read.
 """
@@ -54,7 +54,7 @@ return taken
 
 @dataclass(frozen=True)
 class Producers:
-    """Whose jobs wait in a queue.
+    """How many waiting jobs of a queue each producer has.
 
     num_waiting: the number of waiting jobs. num_read: the number of jobs whose producer was read. num_jobs: how many of
     these jobs each producer has, the largest number first.

@@ -66,8 +66,8 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 def requeue_all(connection: Redis, queue: str, limit: int, error: str = "") -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
-    Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. These jobs do not count against the
-    limit. Jobs that Redis has lost count against it.
+    Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. The limit does not count these jobs. It
+    counts the jobs that are put back, and the jobs that Redis has lost.
 
     error: requeue only jobs whose error has this text, even if their client is at fault. All other jobs stay failed.
     """

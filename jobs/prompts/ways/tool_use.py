@@ -59,10 +59,10 @@ class ToolUse(Way):
         for name in self._function_of:
             if name not in offered:
                 raise InvalidValue(
-                    "tool gives a function for {}, which tools does not offer", brief(name)
+                    "`tool` gives a function for {}, which `tools` does not offer", brief(name)
                 )
         if len(self._function_of) < len(self.tool):
-            raise InvalidJob("tool has two functions of one name: give each tool one function")
+            raise InvalidJob("`tool` has two functions of one name: give each tool one function")
 
     @property
     def _function_of(self) -> dict[str, str]:

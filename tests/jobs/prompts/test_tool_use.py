@@ -262,7 +262,7 @@ def test_a_run_with_tools_is_reused(runs: Runs, tmp_path: Path) -> None:
         ),
         (
             {"tools": offered("add"), "tool": [function("add"), function("weather")]},
-            "'weather', which tools does not offer",
+            "'weather', which `tools` does not offer",
         ),
         ({"tools": offered("system"), "tool": ["os:system"]}, "os.system is not allowed"),
         ({"tools": offered("add"), "tool": ["add"]}, "module:function"),
