@@ -80,7 +80,7 @@ class ItemRunner(Generic[T]):
         # Items that are not begun.
         self._not_begun: deque[Entry[T]] = deque()
         for entry in entries:
-            if not self._take_known(entry):
+            if not self._take_known_answer(entry):
                 self._not_begun.append(entry)
 
         # The opening item, while it is under way.
@@ -124,7 +124,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._not_begun:
                 entry = self._not_begun.popleft()
-                if self._answer_unasked(entry):
+                if self._answer_without_asking(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -132,7 +132,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._answer_unasked(entry):
+                if not self._answer_without_asking(entry):
                     self._begin(entry)
             else:
                 return
@@ -334,9 +334,9 @@ class ItemRunner(Generic[T]):
             # counts as used.
             make().close()
 
-    def _answer_unasked(self, entry: Entry[T]) -> bool:
+    def _answer_without_asking(self, entry: Entry[T]) -> bool:
         """Answer an item without beginning it, if possible. Return whether the item now has an answer."""
-        return self._take_known(entry) or self._let_expire(entry)
+        return self._take_known_answer(entry) or self._let_expire(entry)
 
     def _let_expire(self, entry: Entry[T]) -> bool:
         """Answer an item as expired if the deadline has passed. Return whether the deadline has passed.
@@ -351,7 +351,7 @@ class ItemRunner(Generic[T]):
 
     # The memo of the process
 
-    def _take_known(self, entry: Entry[T]) -> bool:
+    def _take_known_answer(self, entry: Entry[T]) -> bool:
         """Answer an item with another job's answer to an equal item; return whether there is such an answer."""
         answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
         if answer is None:

@@ -50,7 +50,7 @@ _CONVERTED = (
     "stream_options",
 )
 
-_KINDS: Mapping[type, str] = {list: "list", dict: "object"}
+_TYPE_NAMES: Mapping[type, str] = {list: "list", dict: "object"}
 
 
 def is_served(name: str, value: Any) -> bool:
@@ -97,9 +97,9 @@ def _check_arguments(body: Mapping[str, Any]) -> None:
         if name not in (*_NEUTRAL_VALUES, *_SAME, *_CONVERTED):
             raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
 
-    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
-        if not isinstance(body.get(name), kind | None):
-            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
+    for name, expected_type in (("tools", list), ("metadata", dict), ("reasoning", dict)):
+        if not isinstance(body.get(name), expected_type | None):
+            raise InvalidJob(f"{name} is no {_TYPE_NAMES[expected_type]}")
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ class OpenPrompts(ItemsTask):
         self._num_tokens = 0
 
         self._opened_at = task.clock()
-        self._earlier_progress = self._with_sent(self._read_journal())
+        self._earlier_progress = self._with_sent_tokens(self._read_journal())
 
         entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
@@ -264,7 +264,7 @@ class OpenPrompts(ItemsTask):
             return {}
         return progress_of
 
-    def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
+    def _with_sent_tokens(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
         """Return an earlier execution's progress, with all tokens that a client has received already.
 
         A client that follows the job received these tokens. The answer must go on after them.

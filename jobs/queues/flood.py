@@ -127,8 +127,8 @@ def named_producer(meta: Mapping[str, Any]) -> str:
 def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
     """Cancel the waiting jobs of a producer, the last ones first; return their number. Raises RedisError.
 
-    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. Cancelled jobs
-    are deleted an hour later. This needs the workers' Redis user, because it runs a script.
+    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as they do in RQ itself.
+    Cancelled jobs are deleted an hour later. Only the workers' Redis user may run the script that cancels jobs.
     """
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
