@@ -172,7 +172,7 @@ class PromptTask(Task):
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return the answer to a prompt. If one sample has failed, all samples of the returned answer have failed.
 
-        With repairs, an answer has only one sample, and is returned unchanged.
+        If the job checks or continues answers, an answer has only one sample, and is returned unchanged.
         """
         failed_sample = answer.failed_sample
         if failed_sample is None or self.repairs.may_ask_again:
