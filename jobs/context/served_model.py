@@ -101,7 +101,7 @@ class ServedModel(PinnedModel):
         if name is not None and name not in self.names:
             raise ModelNotServed(name, repr(self.name))
 
-    def check_ranks(self) -> None:
+    def check_can_rank(self) -> None:
         """Raise InvalidJob if the model's head has several classes, because then no class is a document's score."""
         if len(self.classes) > 1:
             raise InvalidJob(

@@ -82,8 +82,9 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
     Each round sends the requests of all items that have not returned. The next round begins when all completions of
     this round have come.
     """
-    answers: dict[int, T] = {}  # by item
-    steps: dict[int, Step] = {}  # by item; only of items that have not returned
+    answers: dict[int, T] = {}  # by the item's number
+    # The present steps of the items that have not returned, by the item's number.
+    steps: dict[int, Step] = {}
 
     def advance(number: int, reply: Any) -> None:
         """Give an item a reply. Put its next step into `steps`, or its answer into `answers`."""
@@ -105,7 +106,7 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
                 step = steps.get(number)  # None once the item has returned
 
         requests: list[Request] = []
-        num_requests: dict[int, int] = {}  # by item
+        num_requests: dict[int, int] = {}  # by the item's number
         for number in sorted(steps):
             step = steps[number]
             assert isinstance(step, list)

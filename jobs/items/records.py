@@ -1,4 +1,4 @@
-"""Records of items under way. From these records, another execution goes on where the last execution stopped."""
+"""Records of items under way. Another execution reads them to go on where the last execution stopped."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -81,21 +81,22 @@ class Progress:
     @property
     def sort_key(self) -> tuple[int, int, int]:
         """A key that orders the records of one item: the key of a record with more progress is greater."""
-        num_unanswered_tokens = 0
+        num_tokens_of_open_requests = 0
         for tokens_by_sample in self.tokens.values():
-            num_unanswered_tokens += sum(map(len, tokens_by_sample.values()))
-        return len(self.replies), len(self.received), num_unanswered_tokens
+            num_tokens_of_open_requests += sum(map(len, tokens_by_sample.values()))
+        return len(self.replies), len(self.received), num_tokens_of_open_requests
 
     @property
     def can_be_written(self) -> bool:
-        """Whether there is any progress, and a record can hold all values of it."""
+        """Whether there is progress, and a record can hold each value of its completions; see _NOT_WRITTEN."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples
         for reply in self.replies:
-            if reply is not None and not isinstance(reply, str):
-                for samples in reply:
-                    completions += samples
+            if reply is None or isinstance(reply, str):
+                continue  # the outcome of a check has no completions
+            for samples in reply:
+                completions += samples
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
@@ -162,7 +163,7 @@ def _samples(value: Any) -> list[PlainCompletion]:
 
 
 def _completion_json(completion: Any) -> dict[str, Any]:
-    """Return a completion as JSON, without values at their defaults."""
+    """Return a completion as JSON. Values that equal their defaults are left out."""
     values: dict[str, Any] = {}
     for name, default in _DEFAULTS.items():
         value = getattr(completion, name)

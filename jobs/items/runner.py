@@ -46,8 +46,8 @@ class ItemRunner(Generic[T]):
 
     answers: for each prompt or row, the answer that is already known, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` also holds the replies that each item was sent, for a journal that holds replies
-    in place of answers. expired: returns None before the deadline, and afterwards the answer of items that were not
-    begun. answered: the answers that this runner has found, in the order in which it found them.
+    in place of answers. expired: returns None before the deadline; after the deadline, it returns the answer for items
+    that were not begun. answered: the answers that this runner has found, in the order in which it found them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ItemRunner(Generic[T]):
         # Items that are not begun.
         self._not_begun: deque[Entry[T]] = deque()
         for entry in entries:
-            if not self._take_known(entry):
+            if not self._take_known_answer(entry):
                 self._not_begun.append(entry)
 
         # The opening item, while it is under way.
@@ -124,7 +124,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._not_begun:
                 entry = self._not_begun.popleft()
-                if self._answer_unasked(entry):
+                if self._answer_without_asking(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -132,7 +132,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._answer_unasked(entry):
+                if not self._answer_without_asking(entry):
                     self._begin(entry)
             else:
                 return
@@ -290,10 +290,10 @@ class ItemRunner(Generic[T]):
             # execution, and the tokens that were generated now. A failed sample may lack all of them.
             num_generated = len(sample.token_ids) - sample.num_continued
             num_resumed = max(0, sample.num_continued - sent.num_continued)
-            num_for_request = max(0, len(sample.token_ids) - sent.num_continued)
+            num_by_any_execution = max(0, len(sample.token_ids) - sent.num_continued)
             counts.generated_tokens += num_generated
             counts.resumed_tokens += num_resumed
-            sent.entry.num_tokens += num_for_request
+            sent.entry.num_tokens += num_by_any_execution
 
     def _end(self, entry: Entry[T]) -> None:
         """Take the answer of an item that has returned, and remember it for other jobs."""
@@ -315,7 +315,7 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
-        """Note the answer to each prompt or row of an item. The item's tokens count for the first of them only."""
+        """Note the answer to each prompt or row of an item. Only the first prompt or row counts the item's tokens."""
         self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
@@ -334,9 +334,9 @@ class ItemRunner(Generic[T]):
             # counts as used.
             make().close()
 
-    def _answer_unasked(self, entry: Entry[T]) -> bool:
-        """Answer an item without beginning it, if that is possible; return whether it was."""
-        return self._take_known(entry) or self._let_expire(entry)
+    def _answer_without_asking(self, entry: Entry[T]) -> bool:
+        """Answer an item without beginning it, if possible. Return whether the item now has an answer."""
+        return self._take_known_answer(entry) or self._let_expire(entry)
 
     def _let_expire(self, entry: Entry[T]) -> bool:
         """Answer an item as expired if the deadline has passed. Return whether the deadline has passed.
@@ -351,7 +351,7 @@ class ItemRunner(Generic[T]):
 
     # The memo of the process
 
-    def _take_known(self, entry: Entry[T]) -> bool:
+    def _take_known_answer(self, entry: Entry[T]) -> bool:
         """Answer an item with another job's answer to an equal item; return whether there is such an answer."""
         answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
         if answer is None:

@@ -29,8 +29,9 @@ class ItemUnderWay(Generic[T]):
         self._item = item
         self._checks = checks
         self._lock = threading.Lock()
-        # The present step: its requests until they are taken, their number, and the completions by request number.
+        # The requests of the present step, until they are taken.
         self._requests: list[Request] = []
+        # How many requests the present step has, and the completions that have come, by the request's number.
         self._num_awaited = 0
         self._received: dict[int, Samples] = {}
         self.replies: list[Reply] = []
@@ -88,7 +89,10 @@ class ItemUnderWay(Generic[T]):
                 step = self._next(outcome)
 
     def _next(self, reply: Any) -> Step | None:
-        """Send the item a reply, or raise a JobsError in it. Return the item's next step; None once it has returned."""
+        """Send the item a reply. Return the item's next step; None once the item has returned.
+
+        A reply that is a JobsError is raised in the item.
+        """
         self._received = {}
         try:
             is_error = isinstance(reply, JobsError)
@@ -132,7 +136,10 @@ class Entry(Generic[T]):
 
     @property
     def first_place(self) -> int:
-        """The number of the item's first prompt or row. It names the item in a journal. The opening item has none."""
+        """The number of the item's first prompt or row, which names the item in a journal.
+
+        The opening item (see `is_opening`) has no such number.
+        """
         return self.places[0]
 
     @property

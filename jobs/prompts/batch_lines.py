@@ -183,7 +183,7 @@ def _is_supported(
 
 
 def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
-    """Return a message without keys that are not read. left_out: a dict to which the names of these keys are added."""
+    """Return a message without unknown keys. left_out: a dict to which the names of these keys are added."""
     if not isinstance(message, dict):
         return message
     supported = {}

@@ -29,9 +29,9 @@ class PromptAnswer:
     samples: the samples by index. If the prompt failed, each has an error. After several attempts there is one sample,
     with the prompt tokens of all attempts.
     num_generated: the number of tokens generated for each sample, in all attempts.
-    attempts: how often the prompt was asked; 0 if it can only be asked once.
+    attempts: how often the prompt was asked; 0 if the job's options allow only one attempt.
     check_error: why the answer is not valid; None if the answer is valid or is not checked.
-    extras: further columns that a way to the answer adds, by name.
+    extras: further values of the answer, by the names of their columns. The Way that answered the prompt adds them.
     """
 
     samples: Samples
@@ -106,8 +106,8 @@ def generated(
     """Return the item that asks a prompt for its completions.
 
     row: what a check function gets beside the answer.
-    control_tokens: the model's control tokens. They are broken (see with_breaks) in an answer or a reason that is added
-    to a text prompt. In chats, the engine breaks them.
+    control_tokens: the model's control tokens. They are read as plain text in an answer or a reason that is added to a
+    text prompt; see with_breaks. In chats, the engine sees to this.
     """
     if repairs.may_ask_again:
         return _asked_until_accepted(request, repairs, row, control_tokens)
@@ -192,8 +192,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. An attempt that continues no answer follows an answer that a check refused. So
-            # its failure is reported as that answer's error.
+            # The previous answer stays. If this attempt did not continue that answer, a check has refused it before.
+            # The answer is then returned with an error that says that this attempt failed.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"

@@ -62,7 +62,7 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox. Lists and dicts become JSON. Templates have no random numbers and no other templates."""
+    """Jinja's sandbox. Lists and dicts become JSON. Templates cannot use random numbers or other templates."""
 
     code_generator_class = _Generator
 
@@ -71,7 +71,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             undefined=jinja2.StrictUndefined,
             # With `pass_context`, Jinja calls this only while it renders, and not for constants while it compiles.
             finalize=jinja2.pass_context(lambda context, value: _value_text(value)),
-            optimized=False,  # so that a mistake fails its row, and not the run
+            # Constants are computed for each row as well, so that a mistake in one fails its row, and not the run.
+            optimized=False,
             keep_trailing_newline=True,
         )
         del self.filters[_RANDOM_FILTER], self.globals[_RANDOM_GLOBAL]
@@ -98,7 +99,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                     f"the template, line {refused_tag.lineno}: {kind} reads other templates, and there are none"
                 )
             tracker = meta.TrackingCodeGenerator(self)
-            # With an optimizer, a mistake in a constant would fail the run; see `optimized`.
+            # An optimizer would compute constants here, and a mistake in one would fail the run; see `optimized`.
             tracker.optimizer = None
             tracker.visit(tree)
             return self.from_string(tree), frozenset(tracker.undeclared_identifiers)
@@ -117,7 +118,7 @@ _environment = _Environment()
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """Return what `_Environment.compiled` returns for a template. The last templates are cached."""
+    """Compile a template as `_Environment.compiled` does. The last templates are cached."""
     return _environment.compiled(text)
 
 

@@ -27,7 +27,7 @@ def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[
     """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
 
     A content is a text, or a list of texts and pictures. In a message with tool calls, a content of null becomes "".
-    drops_keys: whether keys that are not read are left out. Otherwise they are refused. Raises InvalidJob.
+    drops_keys: whether unknown keys of a message are left out. Otherwise they are refused. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")

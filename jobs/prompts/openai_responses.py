@@ -13,7 +13,7 @@ from jobs.errors import InvalidJob, InvalidValue, NotBuilt
 PATH = "/v1/responses"
 
 #: Arguments that are not built, each with the values that change nothing.
-_REFUSED: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
     "include": (None, []),
@@ -50,13 +50,13 @@ _CONVERTED = (
     "stream_options",
 )
 
-_KINDS: Mapping[type, str] = {list: "list", dict: "object"}
+_TYPE_NAMES: Mapping[type, str] = {list: "list", dict: "object"}
 
 
 def is_served(name: str, value: Any) -> bool:
     """Whether an argument of a body is known, and has a value that is supported."""
-    if name in _REFUSED:
-        return value in _REFUSED[name]
+    if name in _NEUTRAL_VALUES:
+        return value in _NEUTRAL_VALUES[name]
     return name in _SAME or name in _CONVERTED
 
 
@@ -92,14 +92,14 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 def _check_arguments(body: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an argument that is not supported, is not known, or has a wrong type."""
     for name, value in body.items():
-        if name in _REFUSED and value not in _REFUSED[name]:
+        if name in _NEUTRAL_VALUES and value not in _NEUTRAL_VALUES[name]:
             raise NotBuilt(f"{name} is not built: leave it out")
-        if name not in (*_REFUSED, *_SAME, *_CONVERTED):
+        if name not in (*_NEUTRAL_VALUES, *_SAME, *_CONVERTED):
             raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
 
-    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
-        if not isinstance(body.get(name), kind | None):
-            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
+    for name, expected_type in (("tools", list), ("metadata", dict), ("reasoning", dict)):
+        if not isinstance(body.get(name), expected_type | None):
+            raise InvalidJob(f"{name} is no {_TYPE_NAMES[expected_type]}")
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
-    """Add an item of the input to the messages. If a call follows a message of the assistant, the call is added to it.
+    """Add an item of the input to the messages. A call after a message of the assistant is added to that message.
 
     number: the item's index in the input, for errors.
     """

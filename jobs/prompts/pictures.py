@@ -76,7 +76,7 @@ def without_pictures(value: Parts) -> Parts:
 def pictures_in(value: Parts) -> list[Any]:
     """Return the pictures of messages or parts, in order."""
     pictures: list[Any] = []
-    map_pictures(value, pictures.append)  # called with each picture; the copy is not needed
+    map_pictures(value, pictures.append)  # the copy that it returns is not needed
     return pictures
 
 

@@ -114,8 +114,8 @@ def complete_task(
     refuse_chat_options(arguments)
     values_are_text = splits_control_tokens(arguments)
     arguments.pop(SPLIT_TOKENS, None)
-    values, response = completion_options(arguments)
-    check_repairs(repairs, values, prompt_only=response.prompt_only)
+    values, response_options = completion_options(arguments)
+    check_repairs(repairs, values, prompt_only=response_options.prompt_only)
     way = _checked_way(way_options, values, repairs, tools=[])
 
     def task(_: str, value: object) -> PromptTask:
@@ -136,7 +136,7 @@ def complete_task(
                 requests.append(Request(prompt=prompt, messages=None, sampling=values))
         return PromptTask(
             _seeded(requests),
-            partial(text_completion, options=response),
+            partial(text_completion, options=response_options),
             model_name,
             values,
             repairs,
@@ -160,14 +160,14 @@ def chat_task(
     model_name = parse_model(model)
     arguments, repairs, way_options = _split_options(options)
     arguments, chat = split_chat_options(arguments)
-    values, response = chat_response_options(arguments)
+    values, response_options = chat_response_options(arguments)
     check_repairs(repairs, values, has_tools="tools" in chat)
     way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
         """Return the task for a chat whose pictures are loaded."""
         request = Request(prompt=None, messages=messages, sampling=values, chat_options=chat)
-        respond = partial(chat_completion, options=response)
+        respond = partial(chat_completion, options=response_options)
         return PromptTask([request], respond, model_name, values, repairs, way=way)
 
     def parsed(_: str, value: object) -> Task:

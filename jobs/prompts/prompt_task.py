@@ -68,8 +68,9 @@ class PromptTask(Task):
     way: Way | None = None
 
     def made(self, context: JobContext) -> "PromptTask":
-        """Return the task with its adapter pinned. `model` may be the name of an adapter.
+        """Return the task with its adapter's name replaced by the adapter's pinned text; see Adapters.pin.
 
+        `model` may be the name of an adapter.
         Raises ModelNotServed, UnknownAdapter, and InvalidJob if the job asks the model's head, which takes no adapter.
         """
         adapter = self.sampling.get(ADAPTER)
@@ -130,17 +131,19 @@ class PromptTask(Task):
             return _answered_item(failed(prompt.reason, self.num_samples))
         if self.way is not None:
             return self.way.item(prompt)
-        row: dict[str, Any] = {}  # for check functions
+        row: dict[str, Any] = {}  # what a check function gets beside the answer
         if self.repairs.may_ask_again and prompt.messages is not None:
             row = {"messages": without_pictures(prompt.messages)}
         elif self.repairs.may_ask_again:
             row = {"prompt": without_breaks(prompt.prompt)}
-        tokens_to_break = control_tokens if self.values_are_text else ()
-        return generated(prompt, self.repairs, row, tokens_to_break)
+        # A later attempt's prompt may repeat an answer. The answer's control tokens are then read as plain text, if the
+        # job has not turned this off.
+        tokens_read_as_text = control_tokens if self.values_are_text else ()
+        return generated(prompt, self.repairs, row, tokens_read_as_text)
 
     @property
     def num_samples(self) -> int:
-        """Return the number of choices of each prompt."""
+        """Return how many samples each prompt gets."""
         n = self.sampling.get("n", 1)
         return n if isinstance(n, int) else 1
 
@@ -169,7 +172,7 @@ class PromptTask(Task):
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return the answer to a prompt. If one sample has failed, all samples of the returned answer have failed.
 
-        With repairs, an answer has only one sample, and is returned unchanged.
+        If the job checks or continues answers, an answer has only one sample, and is returned unchanged.
         """
         failed_sample = answer.failed_sample
         if failed_sample is None or self.repairs.may_ask_again:
@@ -211,7 +214,7 @@ class OpenPrompts(ItemsTask):
         self._num_tokens = 0
 
         self._opened_at = task.clock()
-        self._earlier_progress = self._with_sent(self._read_journal())
+        self._earlier_progress = self._with_sent_tokens(self._read_journal())
 
         entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
@@ -261,7 +264,7 @@ class OpenPrompts(ItemsTask):
             return {}
         return progress_of
 
-    def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
+    def _with_sent_tokens(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
         """Return an earlier execution's progress, with all tokens that a client has received already.
 
         A client that follows the job received these tokens. The answer must go on after them.

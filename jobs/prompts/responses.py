@@ -118,38 +118,38 @@ def text_logprobs(
     text: the choice's text, in which `text_offset` counts characters. echo, prompt_only: see ResponseOptions.
     """
     prompt_tokens: Sequence[str] = ()
-    prompt_rows: Sequence[TokenLogprobs | None] = ()
+    prompt_positions: Sequence[TokenLogprobs | None] = ()
     if echo:
         prompt_tokens = sample.prompt_tokens or ()
-        prompt_rows = sample.prompt_logprobs or [None] * len(prompt_tokens)
-    answer_rows: Sequence[TokenLogprobs] = ()
+        prompt_positions = sample.prompt_logprobs or [None] * len(prompt_tokens)
+    answer_positions: Sequence[TokenLogprobs] = ()
     if not prompt_only:
-        answer_rows = sample.logprobs or ()
+        answer_positions = sample.logprobs or ()
 
     tokens: list[str] = []
-    parts: list[tuple[str, bytes | None]] = []  # for _text_offsets
+    tokens_and_bytes: list[tuple[str, bytes | None]] = []  # for _text_offsets
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
-    answer_tokens = [_token_entry(row).decoded_token for row in answer_rows]
+    answer_tokens = [_token_entry(position).decoded_token for position in answer_positions]
     all_tokens = [*prompt_tokens, *answer_tokens]
-    all_rows = [*prompt_rows, *answer_rows]
-    for token, row in zip(all_tokens, all_rows, strict=True):
-        if row is None:  # this token has no log probability
+    all_positions = [*prompt_positions, *answer_positions]
+    for token, position in zip(all_tokens, all_positions, strict=True):
+        if position is None:  # this token has no log probability
             tokens.append(token)
-            parts.append((token, None))
+            tokens_and_bytes.append((token, None))
             logprobs.append(None)
             top_logprobs.append(None)
             continue
-        entry = _token_entry(row)
+        entry = _token_entry(position)
         tokens.append(text_token(entry))
-        parts.append((token, entry.partial_bytes))
+        tokens_and_bytes.append((token, entry.partial_bytes))
         logprobs.append(_json_logprob(entry))
-        top_logprobs.append(_by_text(row))
+        top_logprobs.append(_by_text(position))
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": top_logprobs,
-        "text_offset": _text_offsets(text, parts),
+        "text_offset": _text_offsets(text, tokens_and_bytes),
     }
 
 
@@ -185,37 +185,37 @@ def _offset_after(characters: str, text: str, offset: int) -> int:
     return offset
 
 
-def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(positions: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
     """Return `logprobs` of a chat.completion's choice. num_top: how many likeliest tokens are listed for each token."""
     content = []
-    for row in rows:
-        by_rank = sorted(row.values(), key=lambda entry: entry.rank)
+    for position in positions:
+        by_rank = sorted(position.values(), key=lambda entry: entry.rank)
         likeliest = [chat_token(entry) for entry in by_rank if entry.rank <= num_top]
-        content.append({**chat_token(_token_entry(row)), "top_logprobs": likeliest})
+        content.append({**chat_token(_token_entry(position)), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(positions: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs` of a choice: for each position of the prompt, log probabilities by token id."""
-    positions: list[dict[str, Any] | None] = []
-    for row in rows:
-        if row is None:
-            positions.append(None)
+    entries_of_positions: list[dict[str, Any] | None] = []
+    for position in positions:
+        if position is None:
+            entries_of_positions.append(None)
             continue
         entries = {}
-        for token_id, entry in row.items():
+        for token_id, entry in position.items():
             entries[str(token_id)] = {
                 "logprob": _json_logprob(entry),
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }
-        positions.append(entries)
-    return positions
+        entries_of_positions.append(entries)
+    return entries_of_positions
 
 
-def _token_entry(row: TokenLogprobs) -> Logprob:
-    """Return the entry of the text's own token. A row holds it first, and then the likeliest tokens."""
-    return next(iter(row.values()))
+def _token_entry(position: TokenLogprobs) -> Logprob:
+    """Return the entry of the text's own token. A position holds it first, and then the likeliest tokens."""
+    return next(iter(position.values()))
 
 
 def _json_logprob(entry: Logprob) -> float:
@@ -223,15 +223,15 @@ def _json_logprob(entry: Logprob) -> float:
     return max(entry.logprob, LOWEST)
 
 
-def _by_text(row: TokenLogprobs) -> dict[str, float]:
-    """Return log probabilities by the tokens' texts, the likeliest first.
+def _by_text(position: TokenLogprobs) -> dict[str, float]:
+    """Return the log probabilities at a position by the tokens' texts, the likeliest first.
 
     If a likelier token has the same text, the key is "token_id:" and the token's id.
     """
     by_text: dict[str, float] = {}
-    likeliest_first = sorted(row, key=lambda token_id: row[token_id].rank)
+    likeliest_first = sorted(position, key=lambda token_id: position[token_id].rank)
     for token_id in likeliest_first:
-        entry = row[token_id]
+        entry = position[token_id]
         key = text_token(entry)
         if key in by_text:
             key = f"token_id:{token_id}"
@@ -248,7 +248,7 @@ def text_token(entry: Logprob) -> str:
 
 
 def chat_token(entry: Logprob) -> dict[str, Any]:
-    """Return a token in the form of `chat.completion`. A token that is only part of a character has its bytes."""
+    """Return a token in the form of `chat.completion`. A part of a character is shown as escaped bytes."""
     if entry.partial_bytes is None:
         token = entry.decoded_token
         token_bytes = token.encode()
@@ -301,6 +301,7 @@ def text_completion(
         choices.append({**choice, **_prompt_values(answer, sample, options)})
     token_counts = usage(answers)
     if options.prompt_only:
+        # The engine has generated a token, which the response leaves out.
         token_counts |= {"completion_tokens": 0, "total_tokens": token_counts["prompt_tokens"]}
     return {"object": "text_completion", "choices": choices, "usage": token_counts}
 
@@ -339,7 +340,7 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
 def _prompt_values(
     answer: PromptAnswer, sample: Completion, options: ResponseOptions
 ) -> dict[str, Any]:
-    """Return a choice's fields about its prompt: log probabilities, attempts, and what the prompt's way adds."""
+    """Return a choice's fields about its prompt: log probabilities, attempts, and the values that a Way adds."""
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)

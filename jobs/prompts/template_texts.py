@@ -71,7 +71,7 @@ def with_breaks(value: Any, control_tokens: Collection[str]) -> Any:
 class _TokenBreaker:
     """Puts BREAK into the control tokens of a text.
 
-    The beginning of a token at the text's end is broken too, because a following text could complete the token.
+    The beginning of a token at the text's end gets a BREAK too, because a following text could complete the token.
     texts: the texts of the control tokens.
     """
 

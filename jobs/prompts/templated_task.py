@@ -63,7 +63,7 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
 def answer_of(value: Any) -> Any:
     """Return the text of a job's result: the text of its one choice, a list of its choices' texts, or a label.
 
-    A choice that failed becomes None. A value that is no result of ours is returned as it is.
+    A choice that failed becomes None. A value of another form is returned as it is.
     """
     if not isinstance(value, dict):
         return value

@@ -127,7 +127,7 @@ def _delete_failed(
         deleted.append(job_id)
         pipe.zrem(failed, job_id)
         status, group = fields if isinstance(fields, list) else (None, None)
-        # Somebody may have enqueued a job with this id again. Then only the failure is forgotten.
+        # A status of CANCELLABLE means that the job was enqueued again under its id. Then only its failure is removed.
         if rq_jobs.job_status(status) not in CANCELLABLE:
             _delete(pipe, job_id)
         if group:

@@ -1,4 +1,4 @@
-"""Finds out whose jobs wait in a queue, and takes all waiting jobs of one producer out of it.
+"""Finds out whose jobs wait in a queue, and cancels the waiting jobs of one producer.
 
 A job's producer is its run, or the text that its `meta` has under `producer`. No payload is read.
 """
@@ -54,7 +54,7 @@ return taken
 
 @dataclass(frozen=True)
 class Producers:
-    """Whose jobs wait in a queue.
+    """How many waiting jobs of a queue each producer has.
 
     num_waiting: the number of waiting jobs. num_read: the number of jobs whose producer was read. num_jobs: how many of
     these jobs each producer has, the largest number first.
@@ -125,10 +125,10 @@ def named_producer(meta: Mapping[str, Any]) -> str:
 
 
 def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
-    """Cancel the waiting jobs of a producer, the last ones first; return how many. Raises RedisError.
+    """Cancel the waiting jobs of a producer, the last ones first; return their number. Raises RedisError.
 
-    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as with RQ. Cancelled jobs
-    are deleted an hour later. This needs the workers' Redis user, because it runs a script.
+    Jobs that a worker takes meanwhile go on. Jobs that depend on a cancelled job still wait, as they do in RQ itself.
+    Cancelled jobs are deleted an hour later. Only the workers' Redis user may run the script that cancels jobs.
     """
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)

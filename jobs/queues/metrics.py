@@ -70,7 +70,7 @@ def _redis_families(redis: RedisHealth) -> Iterator[Metric]:
     )
     failures = GaugeMetricFamily(
         "tokenmill_redis_write_failed",
-        "1 if Redis could not write this to its disk the last time.",
+        "1 if the last write of this kind to Redis' disk failed.",
         labels=["what"],
     )
     for name in WRITES:

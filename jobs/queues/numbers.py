@@ -20,7 +20,7 @@ _STATUSES = {"waiting": "queued", "executing": "started"}
 
 @dataclass(frozen=True)
 class QueueNumbers:
-    """Some queues and their Redis at one moment. All mappings are by queue.
+    """The numbers of some queues and of their Redis at one moment. All mappings are by queue.
 
     jobs: the number of jobs, by status. due: the number of scheduled jobs whose time has come, but that nobody has
     queued. head_ages: see `head_ages`. at_risk: the number of runs that are not expected to end before their deadline.
@@ -42,7 +42,7 @@ def read_numbers(connection: Redis, queues: Sequence[str]) -> QueueNumbers:
     for queue in queue_counts:
         by_status = {"claimed": claimed_by_queue.get(queue.name, 0)}
         for place, count in queue.counts.items():
-            status = _STATUSES.get(place, place)  # most places have the name of a status of RQ
+            status = _STATUSES.get(place, place)  # _STATUSES has only the names that differ
             by_status[status] = count
         jobs[queue.name] = by_status
 

@@ -66,8 +66,8 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 def requeue_all(connection: Redis, queue: str, limit: int, error: str = "") -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`.
 
-    Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. These jobs do not count against the
-    limit. Jobs that Redis has lost count against it.
+    Jobs of cancelled runs stay failed, and so do jobs whose client is at fault. The limit does not count these jobs. It
+    counts the jobs that are put back, and the jobs that Redis has lost.
 
     error: requeue only jobs whose error has this text, even if their client is at fault. All other jobs stay failed.
     """
@@ -119,9 +119,9 @@ def _last_errors(connection: Redis, job_ids: Sequence[str]) -> dict[str, str]:
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
     """Put some jobs back in one transaction, except jobs of cancelled runs."""
-    ids_of_cancelled_runs = _of_cancelled_runs(connection, job_ids)
-    cancelled = [job_id for job_id in job_ids if job_id in ids_of_cancelled_runs]
-    to_requeue = [job_id for job_id in job_ids if job_id not in ids_of_cancelled_runs]
+    jobs_of_cancelled_runs = _jobs_of_cancelled_runs(connection, job_ids)
+    cancelled = [job_id for job_id in job_ids if job_id in jobs_of_cancelled_runs]
+    to_requeue = [job_id for job_id in job_ids if job_id not in jobs_of_cancelled_runs]
     done: list[str] = []
     if to_requeue:
         move = partial(_requeue, connection, queue, to_requeue)
@@ -131,7 +131,7 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
     return Requeued(done=done, cancelled=cancelled, missing=missing)
 
 
-def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
+def _jobs_of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     """Return the jobs whose run is cancelled or stopped."""
     run_of_job: dict[str, str] = {}
     for job_id in job_ids:

@@ -1,1 +1,1 @@
-"""Kinds of scoring. Scoring gives each prompt or row numbers, and generates no text."""
+"""Kinds of scoring. Scoring computes numbers for each prompt or row, and generates no text."""

@@ -75,7 +75,7 @@ class Embeddings(Scoring):
         check_shard(num_numbers, "numbers of an embedding", options["rows_per_shard"], MAX_NUMBERS)
 
     def scored(self, completion: Completion) -> Scored:
-        """Return the numbers as an array of float32."""
+        """Return the embedding as an array of float32."""
         if completion.embedding is None:
             return unscored(completion)
         return Scored({"embedding": array("f", completion.embedding)})

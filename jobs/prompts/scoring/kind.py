@@ -37,7 +37,7 @@ class Scoring(abc.ABC):
     kind: see Request.kind.
     columns: the columns of a row's answer, with Arrow's names of their types. The type "probabilities" is a map from
     texts to numbers. The type "embedding" is a list of float32.
-    sampling: the names of the sampling values that a run may have.
+    run_sampling_names: the names of the sampling values that a run may have.
     asks_pairs: whether a prompt is a pair of texts.
     is_tried: whether preview and dry run score some rows. is_compared: whether `verify` compares the values.
     """
@@ -46,7 +46,7 @@ class Scoring(abc.ABC):
 
     kind: ClassVar[str]
     columns: ClassVar[Mapping[str, str]]
-    sampling: ClassVar[tuple[str, ...]] = (TRUNCATION, ADAPTER)
+    run_sampling_names: ClassVar[tuple[str, ...]] = (TRUNCATION, ADAPTER)
     asks_pairs: ClassVar[bool] = False
     is_tried: ClassVar[bool] = False
     is_compared: ClassVar[bool] = False

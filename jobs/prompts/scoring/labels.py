@@ -82,7 +82,7 @@ class Labels(Scoring):
         return cls.of(options["labels"], options["sampling"].get(TRUNCATION))
 
     def calibrated(self, completion: Completion) -> Self:
-        """Return a scoring that subtracts the log-likelihoods after a prompt without content."""
+        """Return a scoring that subtracts the labels' log-likelihoods after a prompt without content."""
         if completion.loglikelihoods is None:
             return replace(self, prior=f"the prompt without content failed: {completion.error}")
         return replace(self, prior=_logprobs(completion))
@@ -197,7 +197,7 @@ def _check_names(options: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def _prompt_without_content(calibrate: object) -> str:
-    """Return the prompt without content, by which labels are calibrated. Raises InvalidValue."""
+    """Return the prompt without content that calibrates the labels. Raises InvalidValue."""
     if calibrate is True:
         return CONTENT_FREE
     if not isinstance(calibrate, str):
@@ -206,7 +206,7 @@ def _prompt_without_content(calibrate: object) -> str:
 
 
 def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
-    """Return the chat without content, by which labels are calibrated. Raises InvalidJob.
+    """Return the chat without content that calibrates the labels. Raises InvalidJob.
 
     If `calibrate` is true, this is the chat itself with CONTENT_FREE as the content of its last message.
     """

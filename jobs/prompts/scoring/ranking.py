@@ -46,7 +46,7 @@ class Relevance(Scoring):
     instruction: str = RERANK_INSTRUCTION
 
     columns: ClassVar = {"score": "float64"}
-    sampling = ()
+    run_sampling_names = ()
     asks_pairs = True
 
     @classmethod
@@ -57,7 +57,7 @@ class Relevance(Scoring):
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
         """Raise InvalidJob if the model's head has several classes."""
-        model.check_ranks()
+        model.check_can_rank()
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt, which is a pair of a query and a document."""
@@ -108,7 +108,7 @@ def rerank_task(
 
     def task(context: JobContext) -> PromptTask:
         """Return the task, now that the served model is known."""
-        context.model.check_ranks()
+        context.model.check_can_rank()
         scoring = Relevance(has_head=bool(context.model.classes), instruction=instruction)
         requests = [scoring.request((query, text)) for text in texts]
         respond = partial(

@@ -16,8 +16,8 @@ class ScoringJob(NamedTuple):
     """A job that scores. Runs may score their rows in the same way.
 
     name: the function that producers enqueue. make_task: makes the job's task from its arguments.
-    scoring: None if runs cannot score in this way. run_task: the value of a run's option `task` that asks for the
-    scoring; None if another option does.
+    scoring: how the rows of a run are scored; None if runs cannot score in this way.
+    run_task: a run asks for this scoring when its option `task` has this value; None if another option asks for it.
     """
 
     name: str

@@ -54,10 +54,10 @@ def after_calls(
     for call in calls:
         name = call["function"]["name"]
         if name not in function_of:  # a row may have tools of its own
-            error = f"the tool {name} has no function: give it with tool"
+            error = f"the tool {name} has no function: name one in the option `tool`"
             break
-        question = RepairOptions({TOOL: function_of[name]})
-        outcome_json = yield Check(question, call["function"]["arguments"])
+        tool_check = RepairOptions({TOOL: function_of[name]})
+        outcome_json = yield Check(tool_check, call["function"]["arguments"])
         outcome = json.loads(outcome_json)
         if "error" in outcome:
             error = f"tool {name}: {outcome['error']}"

@@ -53,14 +53,16 @@ class ToolUse(Way):
         offered = [tool["function"]["name"] for tool in tools]
         for name in offered:
             if name not in self._function_of:
-                raise InvalidValue("the tool {} has no function: give it with tool", brief(name))
+                raise InvalidValue(
+                    "the tool {} has no function: name one in the option `tool`", brief(name)
+                )
         for name in self._function_of:
             if name not in offered:
                 raise InvalidValue(
-                    "tool gives a function for {}, which tools does not offer", brief(name)
+                    "`tool` gives a function for {}, which `tools` does not offer", brief(name)
                 )
         if len(self._function_of) < len(self.tool):
-            raise InvalidJob("tool has two functions of one name: give each tool one function")
+            raise InvalidJob("`tool` has two functions of one name: give each tool one function")
 
     @property
     def _function_of(self) -> dict[str, str]:

@@ -210,7 +210,7 @@ def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None
         )
     request = f"task {task!r}"
     refuse_generation_values(
-        options["sampling"], request=request, allowed=RUN_SCORINGS[task].sampling
+        options["sampling"], request=request, allowed=RUN_SCORINGS[task].run_sampling_names
     )
     _refuse(("sampling_columns", "prompts", *_ANSWER_OPTIONS), options, request)
 

@@ -234,7 +234,7 @@ def test_a_rows_own_tool_without_a_function_costs_the_row(runs: Runs) -> None:
     )
     one, two = pq.read_table(runs.output).to_pylist()
     assert (one["completion"], one["error"]) == ("2", None)
-    assert two["error"] == "the tool weather has no function: give it with tool"
+    assert two["error"] == "the tool weather has no function: name one in the option `tool`"
 
 
 def test_a_run_with_tools_is_reused(runs: Runs, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_run_with_tools_is_reused(runs: Runs, tmp_path: Path) -> None:
         ),
         (
             {"tools": offered("add"), "tool": [function("add"), function("weather")]},
-            "'weather', which tools does not offer",
+            "'weather', which `tools` does not offer",
         ),
         ({"tools": offered("system"), "tool": ["os:system"]}, "os.system is not allowed"),
         ({"tools": offered("add"), "tool": ["add"]}, "module:function"),
