@@ -88,7 +88,7 @@ def has_keys(connection: Redis) -> bool:
 def _records(connection: Redis) -> dict[bytes, bytes]:
     """Return the records of all keys by their hashes."""
     records: Any = connection.hgetall(API_KEYS_KEY)
-    records.pop(_HAD_KEYS.encode(), None)  # this field is no key
+    records.pop(_HAD_KEYS.encode(), None)  # this field records that keys were revoked; it is no key
     return dict(records)
 
 

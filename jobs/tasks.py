@@ -141,9 +141,9 @@ class Task(abc.ABC):
     reads_rows: ClassVar[bool] = False
 
     def made(self, context: JobContext) -> Task:
-        """Return the task that is to be opened: by default this one. Raises JobsError.
+        """Return the task that is to be opened. Raises JobsError.
 
-        A subclass may have to read something to make the task.
+        This is the task itself, unless a subclass makes another task, for example from a file that it reads.
         """
         return self
 
@@ -169,7 +169,7 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that fails if it would begin after its deadline. It goes on if another worker has begun it in time.
+    """A task that fails if no worker has begun its job before the deadline.
 
     deadline: in any form that parse_deadline reads. A duration counts from the time at which the job was made.
     """
@@ -259,7 +259,10 @@ class OpenTask(abc.ABC):
         return None
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the job's progress as a small object of JSON, for PROGRESS_FIELD; None if there is nothing to show."""
+        """Return the job's progress as a small JSON object; None if there is nothing to show.
+
+        It is stored in the job's PROGRESS_FIELD.
+        """
         return None
 
     @abc.abstractmethod

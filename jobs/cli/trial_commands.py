@@ -73,7 +73,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 
 
 def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
-    """Return lines about what a dry run knows without any answer: rows that would fail, and tokens of prompts."""
+    """Return lines about what a dry run learns without asking a prompt: rows that would fail, and tokens of prompts."""
     reused = ""
     if result["rows_reused"]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
@@ -85,10 +85,10 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
     ]
     for reason in _reasons(result):
         lines.append(f"         {reason}")
-    repeated = _counted(result["rows_repeated"], "row")
-    repeat = "repeats" if repeated == "1 row" else "repeat"
+    repeated_rows = _counted(result["rows_repeated"], "row")
+    verb = "repeats" if repeated_rows == "1 row" else "repeat"
     lines += [
-        f"asked    {_counted(result['requests'], 'prompt')}; {repeated} {repeat} an earlier one",
+        f"asked    {_counted(result['requests'], 'prompt')}; {repeated_rows} {verb} an earlier one",
         f"prompts  {_counted(result['prompt_tokens'], 'token')}; shared beginnings of the asked prompts save about "
         f"{result['cached_tokens']:,.0f}",
     ]

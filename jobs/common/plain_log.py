@@ -28,7 +28,7 @@ class PlainLine(logging.Filter):
     """Cuts the values in a record's message, escapes characters that are not printable, and notes the job's id."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change a record as the class describes. Returns True, so that the record is written."""
+        """Cut a record's values, make its message printable, and note its job's id. Returns True: the record is written."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
             index = _index_of_job(record.msg)

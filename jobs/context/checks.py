@@ -180,7 +180,7 @@ class Checks:
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
 
-        This may take as long as importing a function.
+        This may take long, because the child imports the check's function.
         question: further fields of the question to the child, such as the one that asks for the function's version.
         """
         self.admit(options)

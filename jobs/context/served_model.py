@@ -49,7 +49,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return a text of what decides every answer: the fingerprint and the clock.
+        """Return a text that names what decides every answer: the fingerprint and the clock.
 
         The length limit is left out, because it changes no answer. Adapters are left out, because the key of an answer
         names the adapter that computed the answer.
@@ -75,8 +75,8 @@ class ServedModel(PinnedModel):
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    control_tokens: tuple[str, ...] = ()  # empty until an engine tells them
-    reads_pictures: bool = True  # True until an engine tells otherwise
+    control_tokens: tuple[str, ...] = ()  # empty until an engine is loaded
+    reads_pictures: bool = True  # True until an engine is loaded
     generates: bool = True
     clock_formats: tuple[str, ...] | None = ()
 

@@ -137,15 +137,15 @@ _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET di
 def check_server(server: Server) -> Iterator[Finding]:
     """Yield findings about a server's version, speed, durability, memory and clock."""
     version = server.info["redis_version"]
-    answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {version}"
+    summary = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {version}"
     version_numbers = [int(digits) for digits in re.findall(r"\d+", version)]
     if version_numbers[:2] < [6, 2]:
-        yield fault("redis", answers, "install Redis 6.2 or later")
+        yield fault("redis", summary, "install Redis 6.2 or later")
     elif server.latency_s > SLOW_S:
         mend = "move workers nearer to Redis, or see what else it serves (redis-cli --latency, SLOWLOG GET)"
-        yield warning("redis", answers, mend)
+        yield warning("redis", summary, mend)
     else:
-        yield ok("redis", answers)
+        yield ok("redis", summary)
     yield from _durability(server)
     yield from _faults(server.info)
     if abs(server.ahead_s) > MAX_SKEW_S:
@@ -316,13 +316,13 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 
 
 def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -> str | None:
-    """Return the rule that a user needs for a command; None if the command is permitted.
+    """Return the rule that a user lacks for a command; None if no rule is missing.
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
-    key_pattern: the pattern of the keys that are tested by means of the command; None if the command itself is tested.
-    If the command itself is tested, a refusal of its key gives no rule, because other commands test the keys.
+    key_pattern: the pattern of the keys, if the command tests whether the user may use them; None for other commands.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
+        # Without a pattern, this tests the command and not its key. Other commands test the keys.
         return None if key_pattern is None else f"~{key_pattern}"
     if " channel" in refusal:
         return f"&{RQ}:pubsub:*"
