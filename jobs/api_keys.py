@@ -73,15 +73,15 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # `_HAD_KEYS` is set before the key is removed. If Redis held neither, a local server would accept any
-            # request.
+            # `_HAD_KEYS` is set before the key is removed. If Redis held no key and no such field, a local server
+            # would accept any request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
     return False
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key. They do once a key was made, even if all keys are revoked later."""
+    """Whether requests need a key: whether a key was ever made, even if all keys have been revoked since."""
     return bool(connection.exists(API_KEYS_KEY))
 
 

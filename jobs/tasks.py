@@ -160,8 +160,9 @@ class LateTask(Task):
         self.blocking = blocking
 
     def made(self, context: JobContext) -> Task:
-        """Make the task, and return what its own `made` returns."""
-        return self._make(context).made(context)
+        """Make the task that this object stands for."""
+        task = self._make(context)
+        return task.made(context)  # this task, too, may be made only when it is opened
 
     def open(self, context: JobContext) -> OpenTask:
         """Make the task and open it."""
@@ -209,8 +210,9 @@ class OpenTask(abc.ABC):
     def requests(self) -> Iterator[Request]:
         """Yield the requests lazily. They are numbered from 0, in the order in which they are pulled.
 
-        A delivery may lead to further requests. These are yielded before all others, while their prefixes are in the
-        cache. If `has_more` is true after the last request, the worker calls this method again. The numbers go on.
+        A delivery may lead to further requests. These are yielded before all others, because their prefixes are still
+        in the cache. If `has_more` is true after the last request, the worker calls this method again. The numbering
+        then goes on.
         """
 
     @property

@@ -193,7 +193,7 @@ def _list_errors(
     type=click.IntRange(0),
     default=10,
     show_default=True,
-    help="Answers to show first.",
+    help="How many of the last answers to show.",
 )
 @click.option(
     "--follow",

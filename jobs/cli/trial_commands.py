@@ -108,8 +108,10 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     commonest = result.get("commonest_failure")  # missing if the worker's version is older
     why = f": {safe_name(commonest)}" if commonest else ""
     if num_failed and num_failed == num_tried:
-        all_tried = "the only row that was" if num_tried == 1 else f"all {num_tried} rows that were"
-        return [f"but      {all_tried} tried failed, so the run's time and cost are not known{why}"]
+        tried_rows = f"all {num_tried} rows that were tried"
+        if num_tried == 1:
+            tried_rows = "the only row that was tried"
+        return [f"but      {tried_rows} failed, so the run's time and cost are not known{why}"]
 
     lines = []
     seconds = result["seconds"]

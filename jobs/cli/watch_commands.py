@@ -167,7 +167,10 @@ class _ShownRun:
         return "\n".join(lines)
 
     def print_folder(self) -> None:
-        """Print what the run's output folder says while Redis does not answer. Prints nothing for an id or JSON."""
+        """Print what the run's output folder says while Redis does not answer.
+
+        Prints nothing if the user has named the run by its id, or wants JSON.
+        """
         if self._as_json:
             return
         # An error of the folder is not shown. The user needs to know that Redis does not answer.
@@ -318,7 +321,7 @@ _WORKER_HEADS = (
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     """Return a worker's cells of the table. An empty cell is "-"."""
-    # The last sample of a silent worker is outdated. Its counts are not shown, because other workers take over its jobs.
+    # A silent worker's last sample is outdated, because other workers take over its jobs. So most cells stay empty.
     state = "silent"
     up = ""
     memory = ""

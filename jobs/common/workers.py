@@ -362,7 +362,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
 
 def are_held(workers: Iterable[Worker]) -> bool:
-    """Whether any worker is held: it takes no jobs until `tokenmill restore-check`, as Redis came back with older data."""
+    """Whether any worker has paused because Redis came back with older data."""
     return _is_any_in_state(RESTORED, workers)
 
 
@@ -399,7 +399,7 @@ def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
 
     The samples have only the fields that `served_text` writes.
     """
-    # The workers with the latest signs of life come last.
+    # The set is sorted by the last sign of life. Only the workers with the latest signs are read.
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:
         return []

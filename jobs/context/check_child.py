@@ -276,7 +276,7 @@ def _tool(dotted: str) -> Check:
 
     @wraps(function)
     def call(row: Any, text: str) -> str:
-        """Call the tool, and return its result or its error as JSON. text: the arguments as JSON, written by the model."""
+        """Call the tool, and return its result or its error as JSON. text: the call's arguments as JSON."""
         try:
             arguments = json.loads(text or "{}")  # a call without arguments may have no text
         except (ValueError, RecursionError) as error:

@@ -67,7 +67,7 @@ class RepairOptions:
         check = self.check or {}
         return check.get("function") or check.get(TOOL)
 
-    def text_behind(self, reason: str, is_chat: bool) -> str:
+    def repair_text(self, reason: str, is_chat: bool) -> str:
         """Return the text that follows a wrong answer and asks for another one. reason: why the answer is wrong."""
         usual_template = CHAT_REPAIR if is_chat else PROMPT_REPAIR
         template = self.repair_template or usual_template

@@ -48,7 +48,7 @@ class JobJournal:
 
     @property
     def owner_digest(self) -> str:
-        """Return the hash of the owner."""
+        """Return the hash of the journal's owner."""
         return short_name(self.owner)
 
     def read(self) -> list[Any]:

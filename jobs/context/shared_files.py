@@ -86,16 +86,16 @@ class SharedFiles:
 
     def close_idle(self, paths_to_keep: Container[Hashable] = ()) -> None:
         """Close the readers that nobody uses. paths_to_keep: the paths of files whose readers stay open."""
-        unused = []
+        readers_to_close = []
         with self._lock:
             still_idle = []
             for idle in self._idle:
                 if _path_of(idle.key) in paths_to_keep:
                     still_idle.append(idle)
                 else:
-                    unused.append(idle.reader)
+                    readers_to_close.append(idle.reader)
             self._idle = still_idle
-        for reader in unused:
+        for reader in readers_to_close:
             self._close(reader)
 
     @contextmanager

@@ -63,8 +63,11 @@ def reach(url: str) -> Server:
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    # The clocks are compared at the last round trip. If the server does not say its time, its clock counts as exact.
-    server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
+    # The clocks are compared at the last round trip.
+    ahead_s = 0.0
+    server_time_us = info.get("server_time_usec")
+    if server_time_us is not None:  # some servers do not say their time
+        ahead_s = server_time_us / 1e6 - sent_at
     user, address = _user_and_address(url)
     return Server(
         client=client,
@@ -72,7 +75,7 @@ def reach(url: str) -> Server:
         address=address,
         info=info,
         latency_s=min(round_trips_s),
-        ahead_s=server_time - sent_at,
+        ahead_s=ahead_s,
         config=config,
     )
 
@@ -226,7 +229,7 @@ def _durability(server: Server) -> Iterator[Finding]:
 
     if has_append_only_file and not _can_be_replayed(server.client):
         problem = "the default user has no rights: a restart drops every transaction of the file"
-        mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+        mend = "before the next restart: ACL SETUSER default off ~* &* +@all, and the same in Redis' ACL file"
         yield fault("durability", problem, mend)
 
 
@@ -293,7 +296,7 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
-    """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
+    """Yield one finding: whether this user may do all that a role needs. A fault names the missing rules."""
     # The commands that test whether the user may use the role's keys, each with the pattern of the keys.
     pattern_of: dict[tuple[str, ...], str] = {}
     for pattern in map(prefixed, KEYS[role].split()):
@@ -309,8 +312,8 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         return
     lacks = " ".join(missing_rules)
     mend = (
-        f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all); if no {role} is to run "
-        "here, say with --role what is"
+        f"ACL SETUSER {server.user} {lacks}, and the same in Redis' ACL file (ops/redis-users.acl has all rules); "
+        f"if no {role} is to run here, say with --role what runs here"
     )
     yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
 
