@@ -22,7 +22,7 @@ def fault_line(fault: Fault) -> str:
 
 
 def fault_of(error: str) -> str:
-    """Return whose fault a failed job's error is, as its last line says (see `Fault`); "" if it does not say so."""
+    """Return the `Fault` in the last line of a failed job's error; "" if that line has none."""
     _, _, last_line = error.rstrip().rpartition("\n")
     if not last_line.startswith(FAULT_PREFIX):
         return ""
@@ -250,7 +250,7 @@ class TableNotRead(InputError):
 
 
 class SchemaMismatch(InputError):
-    """{path}: {difference}: every file of a run needs the same, distinct columns"""
+    """{path}: {difference}: every file of a run needs the same columns, each with a different name"""
 
 
 class MissingColumn(InputError):

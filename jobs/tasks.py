@@ -41,12 +41,13 @@ class Request:
     continued: Sequence[int] = ()
     resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
-    def digest(self, now: str) -> str:
+    def digest(self, clock: str) -> str:
         """Return a hash of everything that decides the answer, except the model.
 
-        now: the text that the chat template writes for the time.
+        clock: the text that the chat template writes for the time. It is used only for a chat.
         """
-        clock = now if self.messages is not None else ""  # a plain prompt has no template
+        if self.messages is None:
+            clock = ""  # a plain prompt has no template
         values = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
         text = json.dumps(values, default=_for_json, sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()
@@ -202,8 +203,8 @@ class TimedTask(Task):
 class OpenTask(abc.ABC):
     """A job under way in the engine: yields requests, and takes their completions.
 
-    `requests` and `deliver` are called in turns, then `result`, then `close`. `close` is called in any case. `inspect`,
-    `result` and `close` may take long. All other methods are cheap, and are called in one thread.
+    `requests` and `deliver` are called alternately, then `result`, then `close`. `close` is called in any case.
+    `inspect`, `result` and `close` may take long. All other methods are cheap, and are called in one thread.
     """
 
     @abc.abstractmethod
@@ -239,8 +240,8 @@ class OpenTask(abc.ABC):
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most tasks inspect nothing
         """Check the completions of request `index` before they are delivered. Raises JobsError to fail the job.
 
-        This method is called in any thread, for several requests at the same time, and may take as long as a check. It
-        keeps its findings for `deliver`, which may never be called.
+        This method may be called in any thread, and for several requests at the same time. A call may take as long as a
+        check. The task keeps what a call finds for `deliver`, which may never be called.
         """
 
     @abc.abstractmethod

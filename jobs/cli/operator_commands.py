@@ -140,7 +140,7 @@ def _worker_line(worker: Worker, is_suspended: bool) -> str:
 @click.option(
     "--stop",
     "producer",
-    help="Cancel all waiting jobs of this producer: a name of the table, or - for jobs that name none.",
+    help="Cancel all waiting jobs of this producer: a name from the table, or - for jobs without a producer.",
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, producer: str | None) -> None:

@@ -197,7 +197,7 @@ def try_job(
         return result
     finally:
         with connection.pipeline() as pipe:
-            for job in read_earlier(connection, [job_id]):
+            for job in read_earlier(connection, [job_id]):  # the job, if Redis still has it
                 job.delete(pipe)
             pipe.delete(results_key(job_id))
             pipe.execute()
@@ -263,7 +263,7 @@ def _text(value: Any) -> str:
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows would fail."""
+    """Return a line for each reason why rows would fail."""
     lines = []
     for reason in result["reasons"]:
         first_row = f"row {reason['examples'][0]}"

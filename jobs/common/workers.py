@@ -171,7 +171,7 @@ class WorkerSample(Point):
     format: the format of plans that the worker reads (FORMAT in jobs.common.keys).
     queues: the worker's queues, the most urgent first. held: how many jobs it holds, by queue.
     held_jobs: the ids of the oldest held jobs, at most MAX_HELD_NAMED.
-    claimed: for each of the worker's queues, how many jobs all workers have claimed and not begun.
+    claimed: for each of the worker's queues, how many jobs all workers together have claimed and not begun.
     """
 
     name: str = ""

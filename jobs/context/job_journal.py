@@ -59,7 +59,7 @@ class JobJournal:
         try:
             return [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            # Without its journal, the job only computes its prompts again.
+            # A job that lacks its journal computes its prompts again. Nothing else is lost.
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:

@@ -150,8 +150,8 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 class PromptMeter:
     """Counts the tokens of prompts as the engine of this process would.
 
-    token_ids: returns the tokens of the prompt of a tasks.Request. It may be called in any thread, and raises
-    InvalidJob if the engine would refuse the prompt.
+    token_ids: takes a tasks.Request, and returns the token ids of its prompt. It may be called in any thread, and
+    raises InvalidJob if the engine would refuse the prompt.
     max_num_seqs: the most sequences that run at once. block_size: the tokens of a block of the prefix cache.
     """
 

@@ -54,9 +54,8 @@ class SharedFiles:
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
         self._idle: list[_IdleReader] = []  # the reader that was used last comes last
-        self._open_shards = Counter[
-            Hashable
-        ]()  # the number of open shards of each file, by its path
+        # The number of open shards of each file, by the file's path.
+        self._open_shards = Counter[Hashable]()
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:

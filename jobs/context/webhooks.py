@@ -153,7 +153,7 @@ def _allowed_addresses(
     port = parts.port or usual_port
     addresses = []
     for *_, socket_address in resolve(parts.hostname, port, type=socket.SOCK_STREAM):
-        addresses.append(str(socket_address[0]))
+        addresses.append(str(socket_address[0]))  # the port follows the address
     allowed = [(address, port) for address in addresses if _may_call(address, hosts)]
     if not allowed:
         raise InvalidJob(

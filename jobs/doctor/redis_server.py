@@ -96,8 +96,8 @@ def not_served(url: str, error: RedisError) -> Finding:
             mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
         mend = (
-            "use the Redis user of the role that this needs, or give this user the rules of its role in "
-            "ops/redis-users.acl, +info and +ping among them"
+            "use the Redis user for this task, or give this user the rules that ops/redis-users.acl has for it, "
+            "+info and +ping among them"
         )
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
@@ -216,7 +216,7 @@ def _durability(server: Server) -> Iterator[Finding]:
         problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
         yield fault("durability", problem, _setting_advice("appendonly", "yes"))
     elif not has_append_only_file:
-        problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
+        problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs after the last one"
         yield warning("durability", problem, _setting_advice("appendonly", "yes"))
     elif fsync == "no":
         problem = "appendfsync is no: a crash loses what was not on disk"
@@ -242,7 +242,7 @@ def _can_be_replayed(client: Any) -> bool:
     try:
         replies = [client.execute_command("ACL", "DRYRUN", "default", *write) for write in writes]
     except ResponseError:
-        # This user may not send ACL. Or this is Redis 6.2, which needs no user for the writes of its file.
+        # This user may not send ACL. Or this is Redis 6.2, which carries out the writes of its file without any user.
         return True
     return all(reply in (b"OK", "OK") for reply in replies)
 
@@ -310,12 +310,12 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     if not missing_rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
-    lacks = " ".join(missing_rules)
+    rules = " ".join(missing_rules)
     mend = (
-        f"ACL SETUSER {server.user} {lacks}, and the same in Redis' ACL file (ops/redis-users.acl has all rules); "
+        f"ACL SETUSER {server.user} {rules}, and the same in Redis' ACL file (ops/redis-users.acl has all rules); "
         f"if no {role} is to run here, say with --role what runs here"
     )
-    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
+    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {rules}", mend)
 
 
 def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -> str | None:
