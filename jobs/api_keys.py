@@ -25,7 +25,7 @@ from jobs.errors import wrong_value_error
 
 #: The beginning of every key.
 PREFIX = "tm-"
-#: How many first characters of a key's hash are its id, which lists show and by which a key is revoked.
+#: The length of a key's id, which is the beginning of the key's hash. Lists show it, and `keys revoke` takes it.
 ID_CHARS = 12
 #: A field beside the keys. It is set when a key is revoked, and never removed.
 _HAD_KEYS = "had-keys"

@@ -248,7 +248,7 @@ def _follow(
     shown_shards = set(old_shards)
     try:
         while True:
-            # This is read before the shards, so that no shard is missed.
+            # The end is looked for before the shards, because a shard may be published between the two steps.
             has_ended = reader.has_ended or _has_ended(connection, reader.plan.run)
             for shard in reader.shards():
                 if shard not in shown_shards:
@@ -385,7 +385,7 @@ def report(
         )
     client_run = client.run(run, connection=connection)
     folder = client_run.output
-    # Without --out, reading the page only shows whether it is there. With --out, a new page is made of the manifest.
+    # Without --out, the page is read only to see whether it is there. With --out, a new page is made from the manifest.
     file_name = REPORT if out is None else MANIFEST
     try:
         text = _file_text(client_run, file_name)

@@ -348,7 +348,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
     Only workers of `queue` count. pin: names the model with its length limit; see PinnedModel.pin.
     """
-    # The first line is `<fingerprint>/<length>`. Further lines name adapters.
+    # The pin's first line is `<fingerprint>/<length>`. Further lines name adapters.
     model_line, _, _ = pin.partition("\n")
     fingerprint, _, length = model_line.rpartition("/")
     for worker in workers:

@@ -53,7 +53,7 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
-        self._idle: list[_IdleReader] = []  # the reader that was used last comes last
+        self._idle: list[_IdleReader] = []  # in the order of their last use
         # The number of open shards of each file, by the file's path.
         self._open_shards = Counter[Hashable]()
         self.num_readers = 0
@@ -101,8 +101,8 @@ class SharedFiles:
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a RowReader (jobs/parquet/tables) for a shard. Raises NoRoomYet if MAX_READERS readers are lent.
 
-        An idle reader of the key is lent, if it has not read beyond the shard's start; otherwise a new one is opened.
-        Only one reader of a key is lent at a time, and other shards that need one wait. The reader is closed if the
+        An idle reader of the key is lent if it has not read beyond the shard's start. Otherwise a new reader is opened.
+        Only one reader of a key is lent at a time. Other shards wait until it is returned. The reader is closed if the
         body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):
