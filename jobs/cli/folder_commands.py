@@ -248,7 +248,7 @@ def _follow(
     shown_shards = set(old_shards)
     try:
         while True:
-            # The end is looked for before the shards, because a shard may be published between the two steps.
+            # `has_ended` is read before the shards are listed. So a shard that is published in between is still shown.
             has_ended = reader.has_ended or _has_ended(connection, reader.plan.run)
             for shard in reader.shards():
                 if shard not in shown_shards:

@@ -304,8 +304,8 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if there is no
-    such queue, or if a named job could not be requeued.
+    failed: submit the run again. With --all but without --error, jobs whose request is wrong stay failed too. Exits
+    with 1 if there is no such queue, or if a named job could not be requeued.
     """
     names_jobs = len(job_ids) > 0
     if names_jobs == is_all:  # both are given, or neither
