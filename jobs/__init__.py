@@ -134,7 +134,7 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """POST the notice of a run's end to a webhook; enqueued if a run was submitted with a webhook."""
+    """POST the notice of a run's end to the run's webhook. Tokenmill enqueues this job itself."""
     return run_job("jobs.post_run_end", (webhook, content), {})
 
 

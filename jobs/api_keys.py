@@ -25,7 +25,7 @@ from jobs.errors import wrong_value_error
 
 #: The beginning of every key.
 PREFIX = "tm-"
-#: How many first characters of a key's hash are its id, which lists show and by which a key is revoked.
+#: The length of a key's id, which is the beginning of the key's hash. Lists show it, and `keys revoke` takes it.
 ID_CHARS = 12
 #: A field beside the keys. It is set when a key is revoked, and never removed.
 _HAD_KEYS = "had-keys"
@@ -73,22 +73,22 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
         return False
     for digest in map(stored.text, _records(connection)):
         if digest[:ID_CHARS] == key_id:
-            # `_HAD_KEYS` is set before the key is removed. If Redis held neither, a local server would accept any
-            # request.
+            # `_HAD_KEYS` is set before the key is removed. If Redis held no key and no such field, a local server
+            # would accept any request.
             connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
     return False
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key. They do once a key was made, even if all keys are revoked later."""
+    """Whether requests need a key: whether a key was ever made, even if all keys have been revoked since."""
     return bool(connection.exists(API_KEYS_KEY))
 
 
 def _records(connection: Redis) -> dict[bytes, bytes]:
     """Return the records of all keys by their hashes."""
     records: Any = connection.hgetall(API_KEYS_KEY)
-    records.pop(_HAD_KEYS.encode(), None)  # this field is no key
+    records.pop(_HAD_KEYS.encode(), None)  # this field records that keys were revoked; it is no key
     return dict(records)
 
 

@@ -146,16 +146,16 @@ class Run:
         left, on stderr or in a notebook.
         Raises TimeoutError after the timeout, and RunFailed if the run ended without having finished.
         """
-        until = None if timeout is None else clock() + timeout
+        deadline = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
             """Sleep, but not beyond the timeout. Raises TimeoutError after the timeout."""
-            if until is not None:
-                left_s = until - clock()
+            if deadline is not None:
+                left_s = deadline - clock()
                 if left_s <= 0:
-                    remark = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
-                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
+                    reason = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{reason}")
                 seconds = min(seconds, left_s)
             sleep(seconds)
 
@@ -399,7 +399,7 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if the argument was already given under another name."""
-    # output_format is also called single_file. single_file=True may be given beside a format, which replaces it.
+    # output_format is also called single_file. A format replaces single_file=True, so these two may be given together.
     is_given = name in arguments and arguments[name] is not True
     if is_given:
         raise InvalidJob(f"{name} is given twice, by two of its names: give it once")

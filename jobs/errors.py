@@ -17,12 +17,12 @@ FAULT_PREFIX = "tokenmill: "
 
 
 def fault_line(fault: Fault) -> str:
-    """Return the last line of a failed job's `exc_info`, which names the fault."""
+    """Return the last line of a failed job's `exc_info`, which says whose fault the failure is."""
     return f"{FAULT_PREFIX}{fault}"
 
 
 def fault_of(error: str) -> str:
-    """Return the `Fault` that the last line of a failed job's error names; "" if it names none."""
+    """Return the `Fault` in the last line of a failed job's error; "" if that line has none."""
     _, _, last_line = error.rstrip().rpartition("\n")
     if not last_line.startswith(FAULT_PREFIX):
         return ""
@@ -250,7 +250,7 @@ class TableNotRead(InputError):
 
 
 class SchemaMismatch(InputError):
-    """{path}: {difference}: every file of a run needs the same, distinct columns"""
+    """{path}: {difference}: every file of a run needs the same columns, each with a different name"""
 
 
 class MissingColumn(InputError):

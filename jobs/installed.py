@@ -25,7 +25,8 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
     except engine.InvalidSampling as error:
         if error.got is None:
             raise InvalidJob(error.problem) from None
-        raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
+        message = error.problem + ", got {}"  # InvalidValue puts the value in place of {}
+        raise InvalidValue(message, error.got) from None
 
 
 def json_schema_of(value: Any) -> Any:

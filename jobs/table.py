@@ -18,7 +18,7 @@ from jobs.tasks import OpenTask, Task, TimedTask
 
 
 class FileTask(Task):
-    """A task over files. Opening it calls the function that _FILE_JOBS names.
+    """A task over files. Opening the task calls the function that _FILE_JOBS names for the job.
 
     args, kwargs: the arguments of that function, after the job's context.
     """

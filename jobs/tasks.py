@@ -41,12 +41,13 @@ class Request:
     continued: Sequence[int] = ()
     resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
-    def digest(self, now: str) -> str:
+    def digest(self, clock: str) -> str:
         """Return a hash of everything that decides the answer, except the model.
 
-        now: the text that the chat template writes for the time.
+        clock: the text that the chat template writes for the time. It is used only for a chat.
         """
-        clock = now if self.messages is not None else ""  # a plain prompt has no template
+        if self.messages is None:
+            clock = ""  # a plain prompt has no template
         values = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
         text = json.dumps(values, default=_for_json, sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()
@@ -141,9 +142,9 @@ class Task(abc.ABC):
     reads_rows: ClassVar[bool] = False
 
     def made(self, context: JobContext) -> Task:
-        """Return the task that is to be opened: by default this one. Raises JobsError.
+        """Return the task that is to be opened. Raises JobsError.
 
-        A subclass may have to read something to make the task.
+        This is the task itself, unless a subclass makes another task, for example from a file that it reads.
         """
         return self
 
@@ -160,8 +161,9 @@ class LateTask(Task):
         self.blocking = blocking
 
     def made(self, context: JobContext) -> Task:
-        """Make the task, and return what its own `made` returns."""
-        return self._make(context).made(context)
+        """Make the task that this object stands for."""
+        task = self._make(context)
+        return task.made(context)  # this task, too, may be made only when it is opened
 
     def open(self, context: JobContext) -> OpenTask:
         """Make the task and open it."""
@@ -169,7 +171,7 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that fails if it would begin after its deadline. It goes on if another worker has begun it in time.
+    """A task that fails if no worker has begun its job before the deadline.
 
     deadline: in any form that parse_deadline reads. A duration counts from the time at which the job was made.
     """
@@ -201,16 +203,17 @@ class TimedTask(Task):
 class OpenTask(abc.ABC):
     """A job under way in the engine: yields requests, and takes their completions.
 
-    `requests` and `deliver` are called in turns, then `result`, then `close`. `close` is called in any case. `inspect`,
-    `result` and `close` may take long. All other methods are cheap, and are called in one thread.
+    `requests` and `deliver` are called alternately, then `result`, then `close`. `close` is called in any case.
+    `inspect`, `result` and `close` may take long. All other methods are cheap, and are called in one thread.
     """
 
     @abc.abstractmethod
     def requests(self) -> Iterator[Request]:
         """Yield the requests lazily. They are numbered from 0, in the order in which they are pulled.
 
-        A delivery may lead to further requests. These are yielded before all others, while their prefixes are in the
-        cache. If `has_more` is true after the last request, the worker calls this method again. The numbers go on.
+        A delivery may lead to further requests. These are yielded before all others, because their prefixes are still
+        in the cache. If `has_more` is true after the last request, the worker calls this method again. The numbering
+        then goes on.
         """
 
     @property
@@ -237,8 +240,8 @@ class OpenTask(abc.ABC):
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most tasks inspect nothing
         """Check the completions of request `index` before they are delivered. Raises JobsError to fail the job.
 
-        This method is called in any thread, for several requests at the same time, and may take as long as a check. It
-        keeps its findings for `deliver`, which may never be called.
+        This method may be called in any thread, and for several requests at the same time. A call may take as long as a
+        check. The task keeps what a call finds for `deliver`, which may never be called.
         """
 
     @abc.abstractmethod
@@ -259,7 +262,10 @@ class OpenTask(abc.ABC):
         return None
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the job's progress as a small object of JSON, for PROGRESS_FIELD; None if there is nothing to show."""
+        """Return the job's progress as a small JSON object; None if there is nothing to show.
+
+        It is stored in the job's PROGRESS_FIELD.
+        """
         return None
 
     @abc.abstractmethod

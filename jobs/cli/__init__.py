@@ -62,7 +62,7 @@ def main(context: click.Context, url: str) -> None:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Say what the run would take, from all prompts and some answers.",
+    help="Submit nothing. Estimate the run's tokens and time: read all prompts, and answer some.",
 )
 @click.option(
     "--price-per-hour",

@@ -166,7 +166,7 @@ def _list_errors(
                 f"run {client_run.id} has no rows: its planning failed: {snapshot.plan_error}"
             )
 
-    text_of_errors = _errors_json if as_json else _errors_text
+    format_errors = _errors_json if as_json else _errors_text
     try:
         reader = reader_of(client_run)
     except RunNotHere as error:
@@ -176,13 +176,13 @@ def _list_errors(
         if snapshot is not None:
             failed_checks = snapshot.failed_checks
             num_cut = snapshot.cut
-        click.echo(text_of_errors(client_run.id, reasons, [], failed_checks, num_cut))
+        click.echo(format_errors(client_run.id, reasons, [], failed_checks, num_cut))
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
         return
     reasons, rows = reader.errors(limit, cut)
     failed_checks, num_cut = reader.bad_answers()
-    click.echo(text_of_errors(client_run.id, reasons, rows, failed_checks, num_cut))
+    click.echo(format_errors(client_run.id, reasons, rows, failed_checks, num_cut))
 
 
 @click.command()
@@ -193,7 +193,7 @@ def _list_errors(
     type=click.IntRange(0),
     default=10,
     show_default=True,
-    help="Answers to show first.",
+    help="How many of the last answers to show.",
 )
 @click.option(
     "--follow",
@@ -248,7 +248,7 @@ def _follow(
     shown_shards = set(old_shards)
     try:
         while True:
-            # This is read before the shards, so that no shard is missed.
+            # `has_ended` is read before the shards are listed. So a shard that is published in between is still shown.
             has_ended = reader.has_ended or _has_ended(connection, reader.plan.run)
             for shard in reader.shards():
                 if shard not in shown_shards:
@@ -268,13 +268,13 @@ def _has_ended(connection: redis.Redis, run: str) -> bool:
     return False
 
 
-def _last_rows(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
-    """Yield the last `most` rows of a run, from its newest parts."""
+def _last_rows(reader: FolderReader, columns: list[str], num_rows: int) -> Iterator[dict[str, Any]]:
+    """Yield the last `num_rows` rows of a run, from its newest parts."""
     rows: list[dict[str, Any]] = []
-    written_at = reader.parts()  # by shard
+    written_at = reader.parts()  # the time at which each shard's part was written
     newest_first = sorted(written_at, key=lambda shard: (written_at[shard], shard), reverse=True)
     for shard in newest_first:
-        num_missing = most - len(rows)
+        num_missing = num_rows - len(rows)
         if num_missing <= 0:
             break
         last_rows = deque(reader.answers(shard, columns), maxlen=num_missing)
@@ -385,7 +385,7 @@ def report(
         )
     client_run = client.run(run, connection=connection)
     folder = client_run.output
-    # Without --out, reading the page only shows whether it is there. With --out, a new page is made of the manifest.
+    # Without --out, the page is read only to see whether it is there. With --out, a new page is made from the manifest.
     file_name = REPORT if out is None else MANIFEST
     try:
         text = _file_text(client_run, file_name)
@@ -451,9 +451,9 @@ class _FinishedRun(NamedTuple):
 
 
 def _finished_run(connection: redis.Redis, run: str) -> _FinishedRun:
-    """Look up a finished run. Raises InvalidJob if the run cannot be verified, and UnknownRun.
+    """Look up a finished run. Raises UnknownRun, or InvalidJob if the run cannot be verified.
 
-    If Redis has forgotten the run, its folder is read, and the queue is the default.
+    If Redis has forgotten the run, the run's folder is read, and the default queue is returned.
     """
     run_id, output = named_run(connection, run)
     try:

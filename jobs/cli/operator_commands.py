@@ -68,8 +68,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     known_names = queue_names(connection)
     shown_names = queues or known_names
     workers = read_workers(connection)
-    # These two values are what workers last recorded. They are old if Redis is full. A producer's user may not read the
-    # present values, which replace them below.
+    # Workers have recorded these two values, which are outdated if Redis is full. The present values replace them below
+    # if this Redis user may read them. A producer's user may not.
     claimed = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
@@ -115,7 +115,7 @@ def _check_queue(connection: redis.Redis, name: str) -> None:
 
 
 def _queue_line(queue: QueueCounts, num_claimed: int) -> str:
-    """Return a queue's line of `info`. num_claimed: how many of its jobs workers have claimed."""
+    """Return a queue's line of `info`. num_claimed: the number of jobs that workers have claimed from the queue."""
     counts = [f"{count} {state}" for state, count in queue.counts.items()]
     counts.insert(1, f"{num_claimed} claimed")  # after the waiting jobs
     return f"queue {safe_name(queue.name)}: {', '.join(counts)}"
@@ -140,7 +140,7 @@ def _worker_line(worker: Worker, is_suspended: bool) -> str:
 @click.option(
     "--stop",
     "producer",
-    help="Cancel all waiting jobs of this producer: a name of the table, or - for jobs that name none.",
+    help="Cancel all waiting jobs of this producer: a name from the table, or - for jobs without a producer.",
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, producer: str | None) -> None:
@@ -220,7 +220,7 @@ def _stop_command(queue: str, producer: str) -> str:
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     """Say whether workers have stopped claiming jobs because Redis came back with older data.
 
-    --confirm lets the workers go on. The older data still queues prompts that were answered after the data was saved.
+    --confirm lets the workers go on. Prompts that were answered after the older data was saved are still queued in it.
     Workers would answer these prompts twice. This command needs the workers' Redis user. Exits with 1 while workers
     claim nothing.
     """
@@ -281,7 +281,7 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     "--error",
     metavar="TEXT",
     default="",
-    help="With --all: only jobs whose error has this text, even if what they ask for was wrong.",
+    help="With --all: only jobs whose error contains TEXT. Jobs whose request is wrong are included.",
 )
 @click.option(
     "--limit",
@@ -304,8 +304,8 @@ def requeue_command(
     """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
     Unlike `rq requeue` this command reads no job's payload, so no pickle is loaded. Jobs of a cancelled run stay
-    failed: submit the run again. With --all, jobs whose request is wrong stay failed too. Exits with 1 if there is no
-    such queue, or if a named job could not be requeued.
+    failed: submit the run again. With --all but without --error, jobs whose request is wrong stay failed too. Exits
+    with 1 if there is no such queue, or if a named job could not be requeued.
     """
     names_jobs = len(job_ids) > 0
     if names_jobs == is_all:  # both are given, or neither

@@ -539,7 +539,7 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
     def decorate(command: Any) -> Any:
         """Return a command with the options."""
-        # click lists the option that was added last first.
+        # Each added option stands above the earlier ones in click's help, so the first option is added last.
         for option in reversed(options):
             command = option(command)
         return command

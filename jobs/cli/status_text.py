@@ -134,7 +134,7 @@ MAX_SHOWN = 5
 
 
 def print_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print why the first failed shards failed. Prints nothing for a cancelled run."""
+    """Print the errors of a run's first failed shards. Prints nothing for a cancelled run."""
     if snapshot.cancelled:
         return
     for job_id in snapshot.failed_jobs[:MAX_SHOWN]:

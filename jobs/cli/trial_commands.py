@@ -73,7 +73,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 
 
 def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
-    """Return lines about what a dry run knows without any answer: rows that would fail, and tokens of prompts."""
+    """Return lines about what a dry run learns without asking a prompt: rows that would fail, and tokens of prompts."""
     reused = ""
     if result["rows_reused"]:
         reused = f"; {result['rows_reused']:,.0f} are answered by earlier runs"
@@ -85,10 +85,10 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
     ]
     for reason in _reasons(result):
         lines.append(f"         {reason}")
-    repeated = _counted(result["rows_repeated"], "row")
-    repeat = "repeats" if repeated == "1 row" else "repeat"
+    repeated_rows = _counted(result["rows_repeated"], "row")
+    verb = "repeats" if repeated_rows == "1 row" else "repeat"
     lines += [
-        f"asked    {_counted(result['requests'], 'prompt')}; {repeated} {repeat} an earlier one",
+        f"asked    {_counted(result['requests'], 'prompt')}; {repeated_rows} {verb} an earlier one",
         f"prompts  {_counted(result['prompt_tokens'], 'token')}; shared beginnings of the asked prompts save about "
         f"{result['cached_tokens']:,.0f}",
     ]
@@ -108,8 +108,10 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
     commonest = result.get("commonest_failure")  # missing if the worker's version is older
     why = f": {safe_name(commonest)}" if commonest else ""
     if num_failed and num_failed == num_tried:
-        all_tried = "the only row that was" if num_tried == 1 else f"all {num_tried} rows that were"
-        return [f"but      {all_tried} tried failed, so the run's time and cost are not known{why}"]
+        tried_rows = f"all {num_tried} rows that were tried"
+        if num_tried == 1:
+            tried_rows = "the only row that was tried"
+        return [f"but      {tried_rows} failed, so the run's time and cost are not known{why}"]
 
     lines = []
     seconds = result["seconds"]
@@ -195,7 +197,7 @@ def try_job(
         return result
     finally:
         with connection.pipeline() as pipe:
-            for job in read_earlier(connection, [job_id]):
+            for job in read_earlier(connection, [job_id]):  # the job, if Redis still has it
                 job.delete(pipe)
             pipe.delete(results_key(job_id))
             pipe.execute()
@@ -261,7 +263,7 @@ def _text(value: Any) -> str:
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:
-    """Return a line for each reason for which rows would fail."""
+    """Return a line for each reason why rows would fail."""
     lines = []
     for reason in result["reasons"]:
         first_row = f"row {reason['examples'][0]}"

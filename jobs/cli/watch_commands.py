@@ -114,7 +114,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     else:
         shown = _ShownRun(connection, run, as_json)
         try:
-            show_or_watch(shown.look, watch, is_over=shown.is_over, warn=warn)
+            show_or_watch(shown.read, watch, is_over=shown.is_over, warn=warn)
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
             shown.print_folder()
             raise
@@ -122,10 +122,10 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 class _ShownRun:
-    """A run whose state is printed, once or again and again.
+    """A run whose state is printed once or repeatedly.
 
     Attributes:
-        snapshot: what Redis knew of the run at the last look; None if it has lost the run.
+        snapshot: what Redis knew of the run when `read` was last called; None if Redis has lost the run.
     """
 
     snapshot: RunSnapshot | None = None
@@ -137,11 +137,11 @@ class _ShownRun:
         self._as_json = as_json
 
     def is_over(self) -> bool:
-        """Whether the state at the last look is the run's last one."""
+        """Whether the run had ended, or Redis had lost it, when `read` was last called."""
         return self.snapshot is None or not self.snapshot.is_active
 
-    def look(self) -> str:
-        """Return the present state, as text or JSON. Raises UnknownRun."""
+    def read(self) -> str:
+        """Read the run's present state, and return it as text or JSON. Raises UnknownRun."""
         connection = self._connection
         run, output = named_run(connection, self._name)
         try:
@@ -167,7 +167,10 @@ class _ShownRun:
         return "\n".join(lines)
 
     def print_folder(self) -> None:
-        """Print what the run's output folder says while Redis does not answer. Prints nothing for an id or JSON."""
+        """Print what the run's output folder says while Redis does not answer.
+
+        Prints nothing if the user has named the run by its id, or wants JSON.
+        """
         if self._as_json:
             return
         # An error of the folder is not shown. The user needs to know that Redis does not answer.
@@ -177,7 +180,7 @@ class _ShownRun:
                 click.echo(_output_text(output, redis_answers=False))
 
     def print_failures(self) -> None:
-        """Print why shards failed, as of the last look."""
+        """Print why shards had failed when `read` was last called."""
         if self.snapshot is not None and not self._as_json:
             print_failures(self._connection, self.snapshot)
 
@@ -245,8 +248,8 @@ def show_or_watch(
     """Print the text that `show` returns.
 
     watch: whether to print it again every WATCH_EVERY_S, until Ctrl-C. On a terminal, the screen is cleared each time.
-    is_over: whether the text will not change any more.
-    warn: prints what is wrong with Redis, above each text. An outage is in the text itself.
+    is_over: returns whether the text is final.
+    warn: prints what is wrong with Redis, above each text. It prints nothing during an outage, which the text reports.
     """
     warn()
     click.echo(show())
@@ -318,7 +321,7 @@ _WORKER_HEADS = (
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     """Return a worker's cells of the table. An empty cell is "-"."""
-    # The last sample of a silent worker is outdated. Other workers have its jobs, or will have them.
+    # A silent worker's last sample is outdated, because other workers take over its jobs. So most cells stay empty.
     state = "silent"
     up = ""
     memory = ""

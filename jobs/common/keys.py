@@ -2,7 +2,7 @@
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
 tokenmill:samples:<name>       list: JSON points of that worker's last hour, the latest first (common/workers.py)
-tokenmill:run:<run>            hash: what the CLI shows of a run; also the run's last submission and last cancelled one
+tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission, and its last cancelled submission
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:turn       string: submit, planning and cancel watch and write it, so that each notices the others

@@ -28,7 +28,7 @@ class PlainLine(logging.Filter):
     """Cuts the values in a record's message, escapes characters that are not printable, and notes the job's id."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change a record as the class describes. Returns True, so that the record is written."""
+        """Cut a record's values, make its message printable, and note the job's id. Always returns True."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
             index = _index_of_job(record.msg)
@@ -79,9 +79,9 @@ def checked_format(value: str) -> str:
     return value
 
 
-def is_json(wanted: str, stream: TextIO) -> bool:
-    """Whether a stream's log is JSON. wanted: a log format."""
-    return wanted == JSON or (wanted == AUTO and not stream.isatty())
+def is_json(log_format: str, stream: TextIO) -> bool:
+    """Whether the log is written to a stream as JSON. log_format: AUTO, TEXT or JSON."""
+    return log_format == JSON or (log_format == AUTO and not stream.isatty())
 
 
 def handle_all(formatter: logging.Formatter, logger_names: Iterable[str] = ()) -> None:

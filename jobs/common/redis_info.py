@@ -33,7 +33,7 @@ class RedisHealth:
 
 
 def redis_health(info: Mapping[str, Any]) -> RedisHealth:
-    """Read memory and disk from the reply to INFO."""
+    """Return the state of a server's memory and disk. info: the server's reply to INFO."""
     limit_bytes = info.get("maxmemory", 0)
     if not limit_bytes:  # no limit is set
         limit_bytes = info.get("total_system_memory", 0)

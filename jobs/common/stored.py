@@ -28,7 +28,7 @@ def unpack_at_most(packed: bytes, most: int) -> bytes | None:
         inflated = inflater.decompress(packed, most + 1)
         is_whole = inflater.eof
         is_too_long = len(inflated) > most
-        if is_whole or is_too_long:
+        if is_whole or is_too_long:  # compressed bytes that were cut off are returned unchanged too
             content = inflated
     return content if len(content) <= most else None
 

@@ -34,7 +34,7 @@ class WorkerDeath:
 
 
 def record_deaths(client: Redis, ids_by_worker: Mapping[str, Sequence[str]]) -> None:
-    """Record that workers have died. ids_by_worker: the ids of the jobs that each worker had begun, by its name."""
+    """Record that workers have died. ids_by_worker: by each worker's name, the ids of the jobs that it had begun."""
     if not ids_by_worker:
         return
     moment = time.time()

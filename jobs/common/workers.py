@@ -158,9 +158,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """The state of a worker, as it was when the worker wrote it last.
+    """The last state that a worker has written.
 
-    silent_s: the seconds since then, by Redis' clock. started_at: Unix seconds.
+    silent_s: how many seconds ago the worker wrote it, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes its running jobs),
     "loading" (its model) or "stopped".
     models: all names by which jobs may ask for the worker's model or for an adapter. adapters: the adapters' names.
@@ -171,7 +171,7 @@ class WorkerSample(Point):
     format: the format of plans that the worker reads (FORMAT in jobs.common.keys).
     queues: the worker's queues, the most urgent first. held: how many jobs it holds, by queue.
     held_jobs: the ids of the oldest held jobs, at most MAX_HELD_NAMED.
-    claimed: for each of the worker's queues, how many jobs all workers have claimed and not begun.
+    claimed: for each of the worker's queues, how many jobs all workers together have claimed and not begun.
     """
 
     name: str = ""
@@ -301,7 +301,7 @@ def _worker(name: str, registration: Any, sample: WorkerSample | None) -> Worker
 def _sample(name: str, raw: Any, ttl_ms: Any) -> WorkerSample | None:
     """Return the sample in a stored record; None if there is none.
 
-    ttl_ms: the time to live that the record's key has left. The less is left, the older is the sample.
+    ttl_ms: how long the record's key has yet to live. The worker sets it to WORKER_STATS_TTL_S at each sign of life.
     """
     record = json_object(raw)
     if not record:
@@ -309,7 +309,7 @@ def _sample(name: str, raw: Any, ttl_ms: Any) -> WorkerSample | None:
     silent_s = 0.0
     if ttl_ms >= 0:  # negative if the key has no time to live
         silent_s = max(0.0, WORKER_STATS_TTL_S - ttl_ms / 1000)
-    # A record calls "updated_at" what a WorkerSample calls "at".
+    # The field is called "updated_at" in the record, and "at" in a WorkerSample.
     record["at"] = record.get("updated_at")
     return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
@@ -348,7 +348,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
     Only workers of `queue` count. pin: names the model with its length limit; see PinnedModel.pin.
     """
-    # The first line is `<fingerprint>/<length>`. Further lines name adapters.
+    # The pin's first line is `<fingerprint>/<length>`. Further lines name adapters.
     model_line, _, _ = pin.partition("\n")
     fingerprint, _, length = model_line.rpartition("/")
     for worker in workers:
@@ -362,7 +362,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
 
 
 def are_held(workers: Iterable[Worker]) -> bool:
-    """Whether workers take no jobs at present, because Redis came back with older data."""
+    """Whether any worker has paused because Redis came back with older data."""
     return _is_any_in_state(RESTORED, workers)
 
 
@@ -399,7 +399,7 @@ def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
 
     The samples have only the fields that `served_text` writes.
     """
-    # The workers with the latest signs of life come last.
+    # The set is sorted by the last sign of life. Only the workers with the latest signs are read.
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:
         return []

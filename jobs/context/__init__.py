@@ -48,7 +48,8 @@ class JobContext:
     data_roots: the folders below which a job may use files: absolute real paths, and paths in object stores.
     model: the model that the process serves.
     check_sampling: raises InvalidJob for sampling values that no request could use.
-    files: open files. answers: known answers. shard_bytes: a count of bytes. All shards of the process share these.
+    files, answers, shard_bytes: the open files, the known answers, and the count of the bytes of prompts. All shards of
+    the process share these.
     check_interrupted: raises if the job was stopped, was taken over by another worker, or has run too long. Long work
     calls it again and again.
     lease: the right to write for the job; None if no other worker can take over the job.

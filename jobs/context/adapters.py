@@ -69,12 +69,15 @@ class Adapters:
         return [*sorted(self._by_name), *self.pinned]
 
     def pin(self, name: str) -> str:
-        """Return an adapter's pinned text. name: the adapter's name or its pinned text. Raises UnknownAdapter."""
+        """Return an adapter's pinned text: its name with a hash of its files. Raises UnknownAdapter.
+
+        name: the adapter's name, or its pinned text.
+        """
         by_name = self._by_name  # one value for the whole call, because `refresh` may replace it
         if name in by_name:
             return by_name[name]
-        is_pinned_text = by_name.get(name_of(name)) == name
-        if is_pinned_text:
+        pinned_text = by_name.get(name_of(name))
+        if pinned_text == name:
             return name
         names = _names_text(sorted(by_name)) or "none"
         raise UnknownAdapter(name, names)
@@ -95,8 +98,8 @@ class Adapters:
 class LiveAdapters(Adapters):
     """The adapters that this process could use when `refresh` was last called. Thread-safe.
 
-    find: returns a pair: the pinned adapters that can be used, and the reason for each adapter that cannot be used, by
-    the adapter's name.
+    find: returns two values: the pinned adapters that can be used, and a mapping of the other adapters' names to the
+    reasons why they cannot be used.
     """
 
     is_live = True

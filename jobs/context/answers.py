@@ -120,7 +120,7 @@ class AnswerMemo:
             return answer
 
     def put(self, key: bytes, answer: Any) -> None:
-        """Remember an answer, unless its key has one already. Drops old answers if all together exceed the limit."""
+        """Remember an answer, unless its key has one. If the answers exceed `max_bytes`, drop the oldest ones."""
         with self._lock:
             if key in self._answers:
                 return

@@ -1,4 +1,7 @@
-"""Checks answers, and calls tools, in a child process. Imports no more than a check needs."""
+"""Checks answers, and calls tools, in a child process.
+
+This module imports only what a check needs, because each child imports it anew.
+"""
 
 import inspect
 import json
@@ -183,7 +186,7 @@ def _schema(schema: dict[str, Any]) -> Check:
     def check(row: Any, text: str) -> str | None:
         """Return None if a text follows the schema; otherwise, say how it violates the schema."""
         try:
-            value = json.loads(text, parse_constant=_no_constant)
+            value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
             return f"it is not JSON: {error}"
         violation = best_match(validator.iter_errors(value))
@@ -195,7 +198,7 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 
 def _agreement(agree_on: str) -> Check:
-    """Make a function that returns a hash of the part of a text to compare, or None for a text without that part.
+    """Make a function that hashes one part of a text. The function returns None for a text without that part.
 
     agree_on: names the part: "json" for the whole text as JSON, a JSON pointer, or a pattern. Raises Unusable.
     """
@@ -234,7 +237,7 @@ def _matched(pattern: re.Pattern[str], text: str) -> str | None:
 def _json_part(text: str, pointer: str) -> str | None:
     """Return the value at a JSON pointer (RFC 6901) as canonical JSON; None if there is no such value."""
     try:
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_number)
         _, *steps = pointer.split("/")  # a pointer is empty, or begins with a slash
         for step in steps:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -273,7 +276,7 @@ def _tool(dotted: str) -> Check:
 
     @wraps(function)
     def call(row: Any, text: str) -> str:
-        """Call the tool with the arguments in a text that the model wrote. Return JSON with the result or the error."""
+        """Call the tool, and return its result or its error as JSON. text: the call's arguments as JSON."""
         try:
             arguments = json.loads(text or "{}")  # a call without arguments may have no text
         except (ValueError, RecursionError) as error:
@@ -292,8 +295,8 @@ def _tool(dotted: str) -> Check:
     return call
 
 
-def _no_constant(name: str) -> None:
-    """Refuse NaN and Infinity, which Python reads and JSON does not have."""
+def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and Infinity. Python's parser reads them, but JSON does not have them."""
     raise ValueError(f"{name} is no value of JSON")
 
 

@@ -67,7 +67,7 @@ class RepairOptions:
         check = self.check or {}
         return check.get("function") or check.get(TOOL)
 
-    def text_behind(self, reason: str, is_chat: bool) -> str:
+    def repair_text(self, reason: str, is_chat: bool) -> str:
         """Return the text that follows a wrong answer and asks for another one. reason: why the answer is wrong."""
         usual_template = CHAT_REPAIR if is_chat else PROMPT_REPAIR
         template = self.repair_template or usual_template
@@ -180,7 +180,7 @@ class Checks:
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
         """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
 
-        This may take as long as importing a function.
+        This may take long, because the child imports the check's function.
         question: further fields of the question to the child, such as the one that asks for the function's version.
         """
         self.admit(options)

@@ -48,7 +48,7 @@ class JobJournal:
 
     @property
     def owner_digest(self) -> str:
-        """Return the hash of the owner."""
+        """Return the hash of the journal's owner."""
         return short_name(self.owner)
 
     def read(self) -> list[Any]:
@@ -59,7 +59,7 @@ class JobJournal:
         try:
             return [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            # Without its journal, the job only computes its prompts again.
+            # A job that lacks its journal computes its prompts again. Nothing else is lost.
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:

@@ -49,7 +49,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Return a text of what decides every answer: the fingerprint and the clock.
+        """Return a text that names what decides every answer: the fingerprint and the clock.
 
         The length limit is left out, because it changes no answer. Adapters are left out, because the key of an answer
         names the adapter that computed the answer.
@@ -75,8 +75,8 @@ class ServedModel(PinnedModel):
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    control_tokens: tuple[str, ...] = ()  # empty until an engine tells them
-    reads_pictures: bool = True  # True until an engine tells otherwise
+    control_tokens: tuple[str, ...] = ()  # empty until an engine is loaded
+    reads_pictures: bool = True  # True until an engine is loaded
     generates: bool = True
     clock_formats: tuple[str, ...] | None = ()
 
@@ -150,8 +150,8 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 class PromptMeter:
     """Counts the tokens of prompts as the engine of this process would.
 
-    token_ids: returns the tokens of the prompt of a tasks.Request. It may be called in any thread, and raises
-    InvalidJob if the engine would refuse the prompt.
+    token_ids: takes a tasks.Request, and returns the token ids of its prompt. It may be called in any thread, and
+    raises InvalidJob if the engine would refuse the prompt.
     max_num_seqs: the most sequences that run at once. block_size: the tokens of a block of the prefix cache.
     """
 

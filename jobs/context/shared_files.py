@@ -53,8 +53,9 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
         self._turns = Turns(current_call)
-        self._idle: list[_IdleReader] = []  # the reader that was used last comes last
-        self._open_shards = Counter[Hashable]()  # by the path of a file
+        self._idle: list[_IdleReader] = []  # in the order of their last use
+        # The number of open shards of each file, by the file's path.
+        self._open_shards = Counter[Hashable]()
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
@@ -84,24 +85,24 @@ class SharedFiles:
 
     def close_idle(self, paths_to_keep: Container[Hashable] = ()) -> None:
         """Close the readers that nobody uses. paths_to_keep: the paths of files whose readers stay open."""
-        unused = []
+        readers_to_close = []
         with self._lock:
             still_idle = []
             for idle in self._idle:
                 if _path_of(idle.key) in paths_to_keep:
                     still_idle.append(idle)
                 else:
-                    unused.append(idle.reader)
+                    readers_to_close.append(idle.reader)
             self._idle = still_idle
-        for reader in unused:
+        for reader in readers_to_close:
             self._close(reader)
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a RowReader (jobs/parquet/tables) for a shard. Raises NoRoomYet if MAX_READERS readers are lent.
 
-        An idle reader of the key is lent, if it has not read beyond the shard's start; otherwise a new one is opened.
-        Only one reader of a key is lent at a time, and other shards that need one wait. The reader is closed if the
+        An idle reader of the key is lent if it has not read beyond the shard's start. Otherwise a new reader is opened.
+        Only one reader of a key is lent at a time. Other shards wait until it is returned. The reader is closed if the
         body of the `with` raises, or if the file's last shard was closed meanwhile.
         """
         with self._turns.at(key):

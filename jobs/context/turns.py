@@ -64,7 +64,7 @@ class Turns:
 
 
 class _Turn:
-    """A lock, and its holder: the call that the thread with the lock carries out."""
+    """A lock. holder: the call in which a thread holds the lock; None if the lock is free or the call is not known."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

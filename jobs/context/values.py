@@ -25,8 +25,8 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
         )
     is_too_large = most is not None and type(value) is int and value > most
     if type(value) is not int or value < 1 or is_too_large:
-        upper_end = "on" if most is None else f"to {most}"
-        raise wrong_value_error(name, value, f"an integer from 1 {upper_end}")
+        expected = "an integer from 1 on" if most is None else f"an integer from 1 to {most}"
+        raise wrong_value_error(name, value, expected)
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -153,7 +153,7 @@ def _allowed_addresses(
     port = parts.port or usual_port
     addresses = []
     for *_, socket_address in resolve(parts.hostname, port, type=socket.SOCK_STREAM):
-        addresses.append(str(socket_address[0]))
+        addresses.append(str(socket_address[0]))  # the port follows the address
     allowed = [(address, port) for address in addresses if _may_call(address, hosts)]
     if not allowed:
         raise InvalidJob(
@@ -164,10 +164,11 @@ def _allowed_addresses(
 
 
 def _may_call(address: str, hosts: Collection[str]) -> bool:
-    """Whether an address is public, or one that the operator allows."""
+    """Whether an address may be called: whether it is public, or the operator allows it."""
     without_zone, _, _ = address.partition("%")
     ip = ip_address(without_zone)
-    ip = getattr(ip, "ipv4_mapped", None) or ip  # an IPv6 address may stand for an IPv4 address
+    if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped  # this IPv6 address stands for an IPv4 address
     is_public = ip.is_global and not ip.is_multicast
     return is_public or str(ip) in hosts
 

@@ -63,8 +63,11 @@ def reach(url: str) -> Server:
     with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    # The clocks are compared at the last round trip. If the server does not say its time, its clock counts as exact.
-    server_time = info.get("server_time_usec", sent_at * 1e6) / 1e6
+    # The clocks are compared at the last round trip.
+    ahead_s = 0.0
+    server_time_us = info.get("server_time_usec")
+    if server_time_us is not None:  # some servers do not say their time
+        ahead_s = server_time_us / 1e6 - sent_at
     user, address = _user_and_address(url)
     return Server(
         client=client,
@@ -72,7 +75,7 @@ def reach(url: str) -> Server:
         address=address,
         info=info,
         latency_s=min(round_trips_s),
-        ahead_s=server_time - sent_at,
+        ahead_s=ahead_s,
         config=config,
     )
 
@@ -93,8 +96,8 @@ def not_served(url: str, error: RedisError) -> Finding:
             mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
         mend = (
-            "use the Redis user of the role that this needs, or give this user the rules of its role in "
-            "ops/redis-users.acl, +info and +ping among them"
+            "use the Redis user for this task, or give this user the rules that ops/redis-users.acl has for it, "
+            "+info and +ping among them"
         )
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
@@ -137,15 +140,15 @@ _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET di
 def check_server(server: Server) -> Iterator[Finding]:
     """Yield findings about a server's version, speed, durability, memory and clock."""
     version = server.info["redis_version"]
-    answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {version}"
+    summary = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {version}"
     version_numbers = [int(digits) for digits in re.findall(r"\d+", version)]
     if version_numbers[:2] < [6, 2]:
-        yield fault("redis", answers, "install Redis 6.2 or later")
+        yield fault("redis", summary, "install Redis 6.2 or later")
     elif server.latency_s > SLOW_S:
         mend = "move workers nearer to Redis, or see what else it serves (redis-cli --latency, SLOWLOG GET)"
-        yield warning("redis", answers, mend)
+        yield warning("redis", summary, mend)
     else:
-        yield ok("redis", answers)
+        yield ok("redis", summary)
     yield from _durability(server)
     yield from _faults(server.info)
     if abs(server.ahead_s) > MAX_SKEW_S:
@@ -213,7 +216,7 @@ def _durability(server: Server) -> Iterator[Finding]:
         problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
         yield fault("durability", problem, _setting_advice("appendonly", "yes"))
     elif not has_append_only_file:
-        problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
+        problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs after the last one"
         yield warning("durability", problem, _setting_advice("appendonly", "yes"))
     elif fsync == "no":
         problem = "appendfsync is no: a crash loses what was not on disk"
@@ -226,7 +229,7 @@ def _durability(server: Server) -> Iterator[Finding]:
 
     if has_append_only_file and not _can_be_replayed(server.client):
         problem = "the default user has no rights: a restart drops every transaction of the file"
-        mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+        mend = "before the next restart: ACL SETUSER default off ~* &* +@all, and the same in Redis' ACL file"
         yield fault("durability", problem, mend)
 
 
@@ -239,7 +242,7 @@ def _can_be_replayed(client: Any) -> bool:
     try:
         replies = [client.execute_command("ACL", "DRYRUN", "default", *write) for write in writes]
     except ResponseError:
-        # This user may not send ACL. Or this is Redis 6.2, which needs no user for the writes of its file.
+        # This user may not send ACL. Or this is Redis 6.2, which carries out the writes of its file without any user.
         return True
     return all(reply in (b"OK", "OK") for reply in replies)
 
@@ -293,7 +296,7 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
-    """Yield whether this user may do all that a role needs. If not, the finding names the rules that are missing."""
+    """Yield one finding: whether this user may do all that a role needs. A fault names the missing rules."""
     # The commands that test whether the user may use the role's keys, each with the pattern of the keys.
     pattern_of: dict[tuple[str, ...], str] = {}
     for pattern in map(prefixed, KEYS[role].split()):
@@ -307,22 +310,22 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     if not missing_rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
-    lacks = " ".join(missing_rules)
+    rules = " ".join(missing_rules)
     mend = (
-        f"ACL SETUSER {server.user} {lacks}, in its file too (ops/redis-users.acl has all); if no {role} is to run "
-        "here, say with --role what is"
+        f"ACL SETUSER {server.user} {rules}, and the same in Redis' ACL file (ops/redis-users.acl has all rules); "
+        f"if no {role} is to run here, say with --role what runs here"
     )
-    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
+    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {rules}", mend)
 
 
 def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -> str | None:
-    """Return the rule that a user needs for a command; None if the command is permitted.
+    """Return the rule that a user lacks for a command; None if no rule is missing.
 
     words: the command. refusal: why the server refuses the command; "" if it is permitted.
-    key_pattern: the pattern of the keys that are tested by means of the command; None if the command itself is tested.
-    If the command itself is tested, a refusal of its key gives no rule, because other commands test the keys.
+    key_pattern: the pattern of the keys, if the command tests whether the user may use them; None for other commands.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
+        # Without a pattern, this tests the command and not its key. Other commands test the keys.
         return None if key_pattern is None else f"~{key_pattern}"
     if " channel" in refusal:
         return f"&{RQ}:pubsub:*"

@@ -255,9 +255,9 @@ def _repaired(
     reason: why the answer is not valid. answer: the answer; with "" it is left out of a text prompt.
     """
     if request.messages is not None:
-        return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
+        return _repaired_chat(request, answer, repairs.repair_text(reason, is_chat=True))
     answer, reason = with_breaks([answer, reason], control_tokens)
-    return _repaired_prompt(request, f"{answer}{repairs.text_behind(reason, is_chat=False)}")
+    return _repaired_prompt(request, f"{answer}{repairs.repair_text(reason, is_chat=False)}")
 
 
 def _without_answers(
@@ -275,7 +275,7 @@ def _without_answers(
     if request.messages is None:
         return _repaired(request, repairs, reason, control_tokens)
     # Chat templates want users and assistants to take turns. So the reason is added to the user's last message.
-    text = repairs.text_behind(reason, is_chat=True)
+    text = repairs.repair_text(reason, is_chat=True)
     *earlier_messages, last_message = request.messages
     if last_message["role"] != "user":
         return replace(request, messages=[*request.messages, {"role": "user", "content": text}])
