@@ -118,31 +118,30 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
-    request's order is larger by URGENT_TURNS ** lane than the order of the request before it. This is start-time fair
-    queueing (Goyal et al. 1996).
+    Each request gets a virtual start time, and a thread takes the request that starts first. Within a lane, a request
+    starts URGENT_TURNS ** lane later than the request before it. This is start-time fair queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
         self._report = report
-        # The largest order of a request that has begun.
+        # The latest start time of a request that has begun.
         self._virtual_time = 0
-        # By lane: the smallest order that the lane's next request may get.
-        self._next_order = dict[int, int]()
+        # By lane: the earliest start time that the lane's next request may get.
+        self._next_start = dict[int, int]()
 
     def submit_request(self, waiting: _WaitingRequest) -> None:
         """Queue a request, to be prepared in a thread."""
         # A lane that had no requests for a while does not make up for that time now.
-        order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
-        self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
+        start = max(self._virtual_time, self._next_start.get(waiting.lane, 0))
+        self._next_start[waiting.lane] = start + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
             """Note that the request has begun, and prepare it. Called in a thread."""
-            self._virtual_time = max(self._virtual_time, order)
+            self._virtual_time = max(self._virtual_time, start)
             waiting.prepare()
 
-        self.submit(prepare, lambda *_: self._report(), is_interruptible=False, order=order)
+        self.submit(prepare, lambda *_: self._report(), is_interruptible=False, order=start)
 
 
 class Intake:

@@ -323,8 +323,9 @@ class IoLoop:
                 raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
+            # Many turns send nothing to Redis. Only an answer shows that an outage is over.
             has_answered = self._runner.tally.num_answers > num_answers
-            if has_answered:  # in many turns nothing is sent
+            if has_answered:
                 self._outage.note_end()
             else:
                 self._outage.note_absence()

@@ -177,7 +177,7 @@ class JobEnds:
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
             return
-        # A failed or stopped job has an error text in place of a value. The text is not packed.
+        # A failed or stopped job has an error text in place of a value. `_packed` leaves the text as it is.
         has_no_value = outcome.status != "finished"
         if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:

@@ -45,7 +45,11 @@ class Place(NamedTuple):
 
 
 class WaitingCall(NamedTuple):
-    """A call that waits in line. start: makes the call. is_awaited: whether its job still waits for the call."""
+    """A call that waits in line.
+
+    start: makes the call, or only ends it if its job no longer waits for it.
+    is_awaited: whether the job still waits for the call.
+    """
 
     start: Callable[[], None]
     is_awaited: Callable[[], bool]
@@ -98,7 +102,7 @@ class RoomLine:
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]
-                call.start()  # `start` ends this call without making it
+                call.start()  # nobody waits for the call, so `start` ends it without making it
         if self._waiting and self._retried is None and self._clock() >= self._again_at:
             self._retried = min(self._waiting)
             call = self._waiting.pop(self._retried)
@@ -180,6 +184,7 @@ class PoolCalls:
         if call.place is None:
             self._start(submission)
         else:
+            # The call takes memory, so it waits while an earlier call in the line waits for memory.
             start = partial(self._start_if_awaited, submission)
             self._line.begin(call.place, start, submission.is_awaited)
 
@@ -268,6 +273,7 @@ class PoolThreads:
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
         self._webhooks = parts.callbacks.webhooks
         self._inspections = inspections
+        # `close` waits for the threads of these pools.
         self._awaited_pools = (*files.pools, parts.functions, parts.enders)
         self._pools = (*self._awaited_pools, self._webhooks.pool)
         self._grace_s = parts.environment.function_grace_s
@@ -409,8 +415,8 @@ class TaskFiles:
 def _result_of(job: HeldJob) -> Any:
     """Return the result of a job's task.
 
-    A pool's call holds the job instead of the bound method `open_task.result`, which would keep a closed shard in
-    memory.
+    The pool gets this function instead of the bound method `open_task.result`, because the method would keep a closed
+    shard in memory.
     """
     assert job.open_task is not None
     return job.open_task.result()

@@ -166,7 +166,8 @@ class Packer:
             return self._refill_room(lane)
         newest_job = self._streaming[lane][-1]
         if newest_job.is_file and num_unread < self.slots:
-            return self.slots - int(num_unread)  # a float, because it may be infinite
+            # `num_unread` is a float, because a job may not know how many requests it has.
+            return self.slots - int(num_unread)
         return 0
 
     def _room(self, lane: int) -> int:
@@ -175,7 +176,7 @@ class Packer:
         return max(self._shared_room(lane), own_room, 0)
 
     def _shared_room(self, lane: int) -> int:
-        """Return the room that the lane shares with more urgent lanes."""
+        """Return how many more sequences this lane and more urgent lanes may have in the engine together."""
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill_room(self, lane: int) -> int:
@@ -238,6 +239,7 @@ class Packer:
         elif self._num_departed:
             self._departures.append(self._num_departed)
             self._num_departed = 0
+            # A refill comes when half of the reserve is gone. The other half must replace the largest departure.
             wanted_reserve = 2 * max(self._departures)
             self._reserve = max(self._prefetch, min(self.slots, wanted_reserve))
 
