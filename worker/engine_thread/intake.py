@@ -1,8 +1,8 @@
 """Intake: takes requests into the engine, urgent lanes first, with limited work before each step.
 
 Tokenizing takes about a microsecond a character. So that no step waits for long, each turn tokenizes some short prompts
-in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile. Meanwhile other requests
-of the lane overtake the request that needs the grammar.
+in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile. Meanwhile the request
+that needs the grammar is overtaken by other requests of its lane.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _WaitingRequest:
 
     number: the request's number in the order of arrival. size: the work to prepare it, counted in characters.
     awaits_thread: a thread still has to prepare it. False for a short request, which the engine's thread prepares.
-    grammar: the future of its grammar, once a thread has prepared it; None if it has no grammar.
+    grammar: the future of the request's grammar, set when a thread prepares the request; None without a grammar.
     """
 
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
@@ -160,7 +160,7 @@ class Intake:
         self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
-        # The requests whose pictures are being decoded or are decoded, and which do not run yet. Maps ids to lanes.
+        # By request id: the lane of each request that does not run yet, but whose pictures were given to a thread.
         self._ahead: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_WaitingRequest]] = {}
@@ -267,7 +267,7 @@ class Intake:
                 if waiting.prepared is None:
                     work_left -= waiting.size
                 if work_left <= 0:
-                    break
+                    break  # the next lanes still yield one request each
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_WaitingRequest]) -> Iterator[_WaitingRequest]:

@@ -75,7 +75,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Report: the text that each followed request has so far, by request id and sample index."""
+    """Report: the text so far of each request that a client follows, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, PartialText]]
 

@@ -1,4 +1,4 @@
-"""Claims jobs: decides when, for which lanes and how many, so that each worker gets a fair share."""
+"""Claims jobs. Decides when to claim, for which lanes, and how many jobs, so that each worker gets a fair share."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -81,6 +81,7 @@ wait behind jobs with files."""
 class Claimer:
     """Claims jobs for every lane that has room, and hands them to the runner. Used by the I/O thread only.
 
+    A lane is the rank of one of the worker's queues; 0 is the most urgent.
     A job is a suspect if `Limits.suspect_deaths` workers have died while they held it. It runs alone for a while.
     """
 
@@ -216,8 +217,8 @@ class Claimer:
         [job] = self._runner.held
         if job.deaths < self._limits.suspect_deaths:
             return False
-        is_new = self._suspect_execution != job.execution_id
-        if is_new:
+        is_new_suspect = self._suspect_execution != job.execution_id
+        if is_new_suspect:
             self._suspect_execution = job.execution_id
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until

@@ -194,7 +194,7 @@ class IoLoop:
         self._show_stopped()
 
     def turn(self) -> bool:
-        """Do everything that is due, once. Returns False when it is time to leave. The thread repeats this."""
+        """Do everything that is due, once. The thread calls this until it returns False, which ends the thread."""
         self._take_events()
         if self._can_open:
             self._runner.open_claimed()
@@ -425,7 +425,7 @@ class IoLoop:
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
-        """Write the worker's record to Redis. Begin to drain if another worker has the name by now."""
+        """Write the worker's record to Redis. Begin to drain if another worker has this worker's name by now."""
         try:
             self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
         except NameTaken as error:

@@ -191,7 +191,8 @@ class JobEnds:
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
         """Return the outcome with its value packed. known_small: see `pack`. Raises ResultTooLarge."""
-        if outcome.status != "finished" or outcome.returned_retry is not None:
+        has_value = outcome.status == "finished" and outcome.returned_retry is None
+        if not has_value:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 

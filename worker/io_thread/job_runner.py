@@ -282,7 +282,7 @@ class JobRunner:
         """Give back a job whose adapter has other files on this worker than the job needs.
 
         First read the folder of adapters again, so that from now on this worker claims only jobs whose adapters it has.
-        If the job names its adapter without a pin, its next execution uses the new files.
+        If the job does not pin the files of its adapter, its next execution uses the new files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)

@@ -337,6 +337,7 @@ class TaskFiles:
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
+        # These are classes, because only a class can be raised in another thread.
         self._open_timeout = as_class(FileTimeout("opening its file went on", limit_s))
         self._plan_timeout = as_class(
             FileTimeout("planning went on without a sign of life", limit_s)
@@ -349,7 +350,7 @@ class TaskFiles:
         """Open a task in a thread, note it as the job's `open_task`, and call `then`."""
         self._packer.note_opening(job)
         place = None
-        if task.reads_rows:
+        if task.reads_rows:  # rows take memory, so the call waits in line for it
             place = Place(opens=True, job_number=job.number)
         call = PoolCall(
             function=lambda: task.open(context),
@@ -371,7 +372,7 @@ class TaskFiles:
         self._packer.note_finishing(job)
 
         def on_return(job: HeldJob, _: Any) -> None:
-            """Note that the call is over. The part of the run was written, or could not be written."""
+            """Note that the call is over, whether or not the part was written."""
             self._packer.note_finished(job)
 
         call = PoolCall(
@@ -408,7 +409,10 @@ class TaskFiles:
     def interrupt_silent(self, planning_job: HeldJob) -> None:
         """Interrupt a job that plans a run, if it has been silent for too long, whatever its timeout is."""
         call = planning_job.call
-        if call is not None and call.error is None and call.silent_s > self._limit_s:
+        if call is None:
+            return
+        is_interrupted = call.error is not None
+        if not is_interrupted and call.silent_s > self._limit_s:
             planning_job.interrupt_function(self._plan_timeout)
 
 

@@ -304,7 +304,7 @@ class HeldJobs:
         return job
 
     def begin_trace(self, job: HeldJob) -> None:
-        """Begin the job's trace, if it is traced."""
+        """Begin a trace of the job, if this worker traces jobs."""
         if self._traces is not None:
             job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
