@@ -74,8 +74,8 @@ ISOLATION_S = 10.0
 """Seconds for which a suspect runs alone. Other jobs wait meanwhile. A job that kills its worker does so soon."""
 
 PROMPT_POLL_S = 0.2
-"""Seconds between two polls of a lane that can open no further file. Such a poll looks for jobs of prompts that
-wait behind jobs with files."""
+"""Seconds between two polls of a lane that can open no further file. Such a poll finds jobs without
+files that wait behind jobs with files."""
 
 
 class Claimer:

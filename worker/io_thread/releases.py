@@ -88,7 +88,7 @@ class Releases:
         return self._guard.batch(held, lambda claimed: claimed, release)
 
     def _take_over(self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = "") -> None:
-        """Log and count the released jobs, and end each one that was released to this worker.
+        """Log and count the released jobs, and end each one that this worker holds now.
 
         Such a job fails. If another worker had already written its end, only its dependents are queued.
 
