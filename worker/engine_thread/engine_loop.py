@@ -69,7 +69,7 @@ class EngineLoop:
         self._is_stopped = False
         # The ids of the requests whose texts are reported as they grow.
         self._followed: set[str] = set()
-        # The ids of requests with a sample that has ended since growing texts were last reported.
+        # The ids of the requests in which a sample has ended since the last report of growing texts.
         self._newly_ended: set[str] = set()
         # When growing texts are next reported.
         self._follow_at = 0.0
@@ -161,6 +161,7 @@ class EngineLoop:
         self._newly_ended.clear()
         if texts:
             self._report(Texts(texts))
+        # Reports of growing texts may take only a small share of the thread's time.
         ended_at = self._clock()
         pause_s = max(FOLLOW_PERIOD_S, (ended_at - began_at) / MAX_FOLLOW_SHARE)
         self._follow_at = ended_at + pause_s

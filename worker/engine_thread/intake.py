@@ -1,8 +1,8 @@
 """Intake: takes requests into the engine, urgent lanes first, with limited work before each step.
 
 Tokenizing takes about a microsecond a character. So that no step waits for long, each turn tokenizes some short prompts
-in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile. Meanwhile other requests
-of the lane overtake the request that needs the grammar.
+in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile. Meanwhile the request
+that needs the grammar is overtaken by other requests of its lane.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _WaitingRequest:
 
     number: the request's number in the order of arrival. size: the work to prepare it, counted in characters.
     awaits_thread: a thread still has to prepare it. False for a short request, which the engine's thread prepares.
-    grammar: the future of its grammar, once a thread has prepared it; None if it has no grammar.
+    grammar: the future of the request's grammar, set when a thread prepares the request; None without a grammar.
     """
 
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
@@ -118,31 +118,30 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 class _Preparers(FunctionPool):
     """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    A thread takes the request with the smallest order. A request's order is its virtual start time: within a lane, each
-    request's order is larger by URGENT_TURNS ** lane than the order of the request before it. This is start-time fair
-    queueing (Goyal et al. 1996).
+    Each request gets a virtual start time, and a thread takes the request that starts first. Within a lane, a request
+    starts URGENT_TURNS ** lane later than the request before it. This is start-time fair queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
         self._report = report
-        # The largest order of a request that has begun.
+        # The latest start time of a request that has begun.
         self._virtual_time = 0
-        # By lane: the smallest order that the lane's next request may get.
-        self._next_order = dict[int, int]()
+        # By lane: the earliest start time that the lane's next request may get.
+        self._next_start = dict[int, int]()
 
     def submit_request(self, waiting: _WaitingRequest) -> None:
         """Queue a request, to be prepared in a thread."""
         # A lane that had no requests for a while does not make up for that time now.
-        order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
-        self._next_order[waiting.lane] = order + URGENT_TURNS**waiting.lane
+        start = max(self._virtual_time, self._next_start.get(waiting.lane, 0))
+        self._next_start[waiting.lane] = start + URGENT_TURNS**waiting.lane
 
         def prepare() -> None:
             """Note that the request has begun, and prepare it. Called in a thread."""
-            self._virtual_time = max(self._virtual_time, order)
+            self._virtual_time = max(self._virtual_time, start)
             waiting.prepare()
 
-        self.submit(prepare, lambda *_: self._report(), is_interruptible=False, order=order)
+        self.submit(prepare, lambda *_: self._report(), is_interruptible=False, order=start)
 
 
 class Intake:
@@ -161,7 +160,7 @@ class Intake:
         self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
-        # The requests whose pictures are being decoded or are decoded, and which do not run yet. Maps ids to lanes.
+        # By request id: the lane of each request that does not run yet, but whose pictures were given to a thread.
         self._ahead: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_WaitingRequest]] = {}
@@ -268,7 +267,7 @@ class Intake:
                 if waiting.prepared is None:
                     work_left -= waiting.size
                 if work_left <= 0:
-                    break
+                    break  # the next lanes still yield one request each
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_WaitingRequest]) -> Iterator[_WaitingRequest]:

@@ -1,4 +1,4 @@
-"""Orders to the engine's loop, and reports from the loop. Both are plain data, each in a queue of its own."""
+"""Plain data: orders to the engine's loop, and reports from the loop. Orders and reports go through separate queues."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Wake:
 class ReportTokens:
     """Order: report the tokens that each request has so far.
 
-    stops: whether the loop makes no further step. It first finishes the step that it has launched.
+    stops: whether the engine then stops. It finishes the step that it has launched, and launches no other.
     """
 
     stops: bool = False
@@ -75,7 +75,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Report: the text that each followed request has so far, by request id and sample index."""
+    """Report: the text so far of each request that a client follows, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, PartialText]]
 

@@ -1,4 +1,4 @@
-"""Claims jobs: decides when, for which lanes and how many, so that each worker gets a fair share."""
+"""Claims jobs. Decides when to claim, for which lanes, and how many jobs, so that each worker gets a fair share."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -39,7 +39,8 @@ class FairShare:
         """
         if moment - self._last_untouched_at > FORGET_S:
             self._num_untouched = 0
-        # The first untouched job rounds the share up. Each further one halves the number of workers.
+        # An untouched job was left to other workers, and none of them has claimed it. The first such job rounds this
+        # worker's share up. Each further one halves the number of workers.
         num_halvings = max(0, self._num_untouched - 1)
         num_takers = max(1, num_workers >> num_halvings)
         rounds_up = self._num_untouched > 0
@@ -53,6 +54,7 @@ class FairShare:
         first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
         claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
+        # The watched job was untouched if it was still in the queue: this claim left it again, or took it.
         watched_id = self._first_left
         was_untouched = watched_id == first_left or watched_id in claimed_ids
         if watched_id == "" or not was_untouched:
@@ -72,14 +74,15 @@ ISOLATION_S = 10.0
 """Seconds for which a suspect runs alone. Other jobs wait meanwhile. A job that kills its worker does so soon."""
 
 PROMPT_POLL_S = 0.2
-"""Seconds between two polls of a lane that can open no further file. Such a poll looks for jobs of prompts that
-wait behind jobs with files."""
+"""Seconds between two polls of a lane that can open no further file. Such a poll finds jobs without
+files that wait behind jobs with files."""
 
 
 class Claimer:
     """Claims jobs for every lane that has room, and hands them to the runner. Used by the I/O thread only.
 
-    A job with which `Limits.suspect_deaths` workers have died is a suspect: it runs alone for a while.
+    A lane is the rank of one of the worker's queues; 0 is the most urgent.
+    A job is a suspect if `Limits.suspect_deaths` workers have died while they held it. It runs alone for a while.
     """
 
     def __init__(self, parts: Parts, runner: JobRunner) -> None:
@@ -98,8 +101,8 @@ class Claimer:
 
         # By lane: the token of a claim whose reply has not come yet.
         self._tokens: dict[int, str] = {}
-        # By lane: the number of jobs held after a claim that left jobs to other workers; 0 after any other claim. The
-        # lane claims again as soon as half of the held jobs have ended.
+        # By lane: the number of jobs that the worker held after the last claim; 0 if that claim left no jobs to other
+        # workers. The lane claims again as soon as half of these jobs have ended.
         self._num_held_at_claim = [0] * len(parts.queue_names)
         # By lane: the number of jobs that the last claim left to workers with another model or version.
         self._num_foreign = [0] * len(parts.queue_names)
@@ -117,13 +120,13 @@ class Claimer:
         """When jobs were last claimed or held; at first, when the worker began."""
 
     def claim(self, moment: float) -> None:
-        """Claim for every lane that has room. While jobs come, the next turn claims again."""
+        """Claim for every lane that has room. While jobs come, the loop's next turn claims again."""
         is_paused = moment < self._paused_until
         if is_paused or not self._jobs_left():
             return
 
         lanes_with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
-        # A lane without room does not touch its timer. So it claims in the first turn in which it has room.
+        # A lane without room does not touch its timer. So it claims as soon as it has room.
         due_lanes = [lane for lane in lanes_with_room if self._is_due(lane, moment)]
         if not due_lanes or self._has_suspect(moment):
             return
@@ -178,8 +181,8 @@ class Claimer:
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether a lane should claim now. If so, its timer starts again.
 
-        A lane that may claim no file has a slower timer, because it looks only for jobs of prompts. A lane is also due
-        when half of the jobs that it held after its last claim have ended.
+        A lane that may claim no file has a slower timer, because it can claim only other jobs. A lane is also due when
+        half of the jobs that it held after its last claim have ended.
         """
         may_claim_files = self._packer.claimable_files(lane) > 0
         timer = self._poll_timers[lane] if may_claim_files else self._prompt_poll_timers[lane]
@@ -214,8 +217,8 @@ class Claimer:
         [job] = self._runner.held
         if job.deaths < self._limits.suspect_deaths:
             return False
-        is_new = self._suspect_execution != job.execution_id
-        if is_new:
+        is_new_suspect = self._suspect_execution != job.execution_id
+        if is_new_suspect:
             self._suspect_execution = job.execution_id
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until
@@ -235,7 +238,8 @@ class Claimer:
         self._runner.open_claimed()
 
         surplus = self._runner.take_surplus()  # the jobs for which no thread is free
-        if self._runner.num_held > 1:  # a suspect may have come with jobs of another lane
+        if self._runner.num_held > 1:
+            # A suspect (see Claimer) must run alone, but it may have come with jobs of another lane.
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_claimed -= len(surplus)
         self._runner.releases.give_back(surplus, "given_back")
@@ -247,7 +251,7 @@ class Claimer:
         wanted = []
         is_idle = self._runner.num_held == 0
         self._num_calls += 1
-        # A suspect runs alone. So in each call only one lane may claim suspects, and the lanes take turns.
+        # A suspect (see Claimer) runs alone. So one lane may claim suspects in each call, and the lanes take turns.
         suspects_lane = lanes[self._num_calls % len(lanes)]
         for lane, room in zip(lanes, rooms, strict=True):
             # A call that is sent again with the same token claims nothing twice.
@@ -284,7 +288,8 @@ class Claimer:
         self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
         leaves_jobs_to_others = claim.first_left != ""
         if claim.jobs and not leaves_jobs_to_others:
-            # Jobs come, and none was left to others. So poll again at once, or soon if the lane may claim no file.
+            # The queue may hold more jobs for this worker. So the lane polls again at once. If it may claim no file, it
+            # uses the other timer, and polls again in POLL_S seconds.
             self._poll_timers[lane].end_now()
             self._prompt_poll_timers[lane].postpone(self._clock() + POLL_S)
 

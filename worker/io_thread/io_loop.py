@@ -194,7 +194,7 @@ class IoLoop:
         self._show_stopped()
 
     def turn(self) -> bool:
-        """Do everything that is due, once. Returns False when it is time to leave. The thread repeats this."""
+        """Do everything that is due, once. The thread calls this until it returns False, which ends the thread."""
         self._take_events()
         if self._can_open:
             self._runner.open_claimed()
@@ -323,8 +323,9 @@ class IoLoop:
                 raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
+            # Many turns send nothing to Redis. Only an answer shows that an outage is over.
             has_answered = self._runner.tally.num_answers > num_answers
-            if has_answered:  # in many turns nothing is sent
+            if has_answered:
                 self._outage.note_end()
             else:
                 self._outage.note_absence()
@@ -424,7 +425,7 @@ class IoLoop:
         self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
-        """Write the worker's record to Redis. Begin to drain if another worker has the name by now."""
+        """Write the worker's record to Redis. Begin to drain if another worker has this worker's name by now."""
         try:
             self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
         except NameTaken as error:

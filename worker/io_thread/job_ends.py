@@ -177,7 +177,7 @@ class JobEnds:
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
             return
-        # A failed or stopped job has an error text in place of a value. The text is not packed.
+        # A failed or stopped job has an error text in place of a value. `_packed` leaves the text as it is.
         has_no_value = outcome.status != "finished"
         if has_no_value or (job.is_ours and is_small(outcome.value)):
             try:
@@ -191,7 +191,8 @@ class JobEnds:
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
         """Return the outcome with its value packed. known_small: see `pack`. Raises ResultTooLarge."""
-        if outcome.status != "finished" or outcome.returned_retry is not None:
+        has_value = outcome.status == "finished" and outcome.returned_retry is None
+        if not has_value:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 

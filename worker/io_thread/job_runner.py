@@ -235,14 +235,15 @@ class JobRunner:
         job.open_task = opened
         self.streams.open(job)
         if job.is_file:
-            self._drop_payload(job)
+            self._drop_payload(job)  # the requests come from the file
 
     def show_begun(self, store: JobStore) -> None:
         """Show in Redis which jobs have begun, then hand functions to threads.
 
         After a RedisError, call this method again.
         """
-        self.drop(self._beginnings.show(store))
+        lost_jobs = self._beginnings.show(store)
+        self.drop(lost_jobs)
 
     def _user_function_returned(
         self, job: HeldJob, value: Any, error: BaseException | None
@@ -281,13 +282,13 @@ class JobRunner:
         """Give back a job whose adapter has other files on this worker than the job needs.
 
         First read the folder of adapters again, so that from now on this worker claims only jobs whose adapters it has.
-        If the job names its adapter without a pin, its next execution uses the new files.
+        If the job does not pin the files of its adapter, its next execution uses the new files.
         """
         self._log.warning("job %s is given back: %s", job.claimed.job_id, error.log_text)
         self._withdraw(job, JobStopped)
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
-            """Let go of the job, even if the folder could not be read."""
+            """Let go of the job, even if the folder of adapters could not be read."""
             self._surplus += self._withdraw_all([job])
 
         refresh = self._environment.shared_context.adapters.refresh
@@ -337,7 +338,7 @@ class JobRunner:
     def _collect(self, job: HeldJob) -> None:
         """Make the job's value, now that every completion is here."""
         assert job.open_task is not None
-        # This matters only for a job without requests. Any other job has begun already.
+        # A job without requests begins only now. Any other job has begun already.
         self._beginnings.note_begun(job, self._clock())
         job.state = JobState.COLLECTING
         if job.is_file:
@@ -555,7 +556,8 @@ class JobRunner:
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
         """Let go of all jobs except those whose end is being computed or written. The caller gives the jobs back.
 
-        parts_too: whether to let go also of jobs whose part is being written. A store may refuse a part for long.
+        parts_too: whether to let go also of jobs whose part is being written. If it is False, a store that refuses
+        the part can keep such a job here for long.
         """
 
         def may_go(job: HeldJob) -> bool:

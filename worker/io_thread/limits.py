@@ -31,7 +31,10 @@ class Limits:
 
     @property
     def renew_period_s(self) -> float:
-        """Seconds between renewals. A lease outlasts two failed renewals. A renewal also notices a cancelled job."""
+        """Seconds between renewals of a lease.
+
+        The period is short, so that a lease outlasts two failed renewals and a cancelled job is noticed soon.
+        """
         return min(self.lease_s / 4, 2.0)
 
     @property
@@ -115,9 +118,9 @@ class PollRates:
         num_passed: jobs that the last poll passed over because other workers must run them. Each poll makes Redis read
         these jobs.
         """
-        passing_s = min(num_passed, MOST_PASSED) / PASSED_PER_S
-        # Seconds between two polls of the queue by all its workers together.
-        queue_period_s = max(1 / POLLS_PER_S, passing_s)
+        # The queue's period is the seconds between two polls of the queue, by all its workers together.
+        period_for_passed_s = min(num_passed, MOST_PASSED) / PASSED_PER_S
+        queue_period_s = max(1 / POLLS_PER_S, period_for_passed_s)
         wanted_s = self._num_workers[lane] * queue_period_s * self._factor
         return min(max(POLL_S, wanted_s), LONGEST_POLL_S)
 

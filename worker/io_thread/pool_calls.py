@@ -45,7 +45,11 @@ class Place(NamedTuple):
 
 
 class WaitingCall(NamedTuple):
-    """A call that waits in line. start: makes the call. is_awaited: whether its job still waits for the call."""
+    """A call that waits in line.
+
+    start: makes the call, or only ends it if its job no longer waits for it.
+    is_awaited: whether the job still waits for the call.
+    """
 
     start: Callable[[], None]
     is_awaited: Callable[[], bool]
@@ -98,7 +102,7 @@ class RoomLine:
         for place, call in list(self._waiting.items()):
             if not call.is_awaited():
                 del self._waiting[place]
-                call.start()  # `start` ends this call without making it
+                call.start()  # nobody waits for the call, so `start` ends it without making it
         if self._waiting and self._retried is None and self._clock() >= self._again_at:
             self._retried = min(self._waiting)
             call = self._waiting.pop(self._retried)
@@ -180,6 +184,7 @@ class PoolCalls:
         if call.place is None:
             self._start(submission)
         else:
+            # The call takes memory, so it waits while an earlier call in the line waits for memory.
             start = partial(self._start_if_awaited, submission)
             self._line.begin(call.place, start, submission.is_awaited)
 
@@ -268,6 +273,7 @@ class PoolThreads:
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
         self._webhooks = parts.callbacks.webhooks
         self._inspections = inspections
+        # `close` waits for the threads of these pools.
         self._awaited_pools = (*files.pools, parts.functions, parts.enders)
         self._pools = (*self._awaited_pools, self._webhooks.pool)
         self._grace_s = parts.environment.function_grace_s
@@ -331,6 +337,7 @@ class TaskFiles:
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
+        # These are classes, because only a class can be raised in another thread.
         self._open_timeout = as_class(FileTimeout("opening its file went on", limit_s))
         self._plan_timeout = as_class(
             FileTimeout("planning went on without a sign of life", limit_s)
@@ -343,7 +350,7 @@ class TaskFiles:
         """Open a task in a thread, note it as the job's `open_task`, and call `then`."""
         self._packer.note_opening(job)
         place = None
-        if task.reads_rows:
+        if task.reads_rows:  # rows take memory, so the call waits in line for it
             place = Place(opens=True, job_number=job.number)
         call = PoolCall(
             function=lambda: task.open(context),
@@ -365,7 +372,7 @@ class TaskFiles:
         self._packer.note_finishing(job)
 
         def on_return(job: HeldJob, _: Any) -> None:
-            """Note that the call is over. The part of the run was written, or could not be written."""
+            """Note that the call is over, whether or not the part was written."""
             self._packer.note_finished(job)
 
         call = PoolCall(
@@ -402,15 +409,18 @@ class TaskFiles:
     def interrupt_silent(self, planning_job: HeldJob) -> None:
         """Interrupt a job that plans a run, if it has been silent for too long, whatever its timeout is."""
         call = planning_job.call
-        if call is not None and call.error is None and call.silent_s > self._limit_s:
+        if call is None:
+            return
+        is_interrupted = call.error is not None
+        if not is_interrupted and call.silent_s > self._limit_s:
             planning_job.interrupt_function(self._plan_timeout)
 
 
 def _result_of(job: HeldJob) -> Any:
     """Return the result of a job's task.
 
-    A pool's call holds the job instead of the bound method `open_task.result`, which would keep a closed shard in
-    memory.
+    The pool gets this function instead of the bound method `open_task.result`, because the method would keep a closed
+    shard in memory.
     """
     assert job.open_task is not None
     return job.open_task.result()

@@ -88,7 +88,9 @@ class Releases:
         return self._guard.batch(held, lambda claimed: claimed, release)
 
     def _take_over(self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = "") -> None:
-        """Log and count the released jobs. End those that this worker holds now: fail them, or queue their dependents.
+        """Log and count the released jobs, and end each one that this worker holds now.
+
+        Such a job fails. If another worker had already written its end, only its dependents are queued.
 
         last_fault: text about the last fault, for the error of a job with which too many workers died.
         """

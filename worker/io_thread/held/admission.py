@@ -12,7 +12,7 @@ MAX_ID_CHARS = 255
 
 
 class Admission:
-    """Decides whether a function may run here. Nothing is imported before that.
+    """Decides whether a function may run here. No module is imported for a job before this decision.
 
     The function's exact name must be on a list. A pattern such as `jobs.*` would let `jobs.os.system` through, because
     RQ resolves a name attribute by attribute. Callbacks must be on the same list. A job may not call a method of an

@@ -24,7 +24,7 @@ _MAX_REFUSALS = 3
 """How often the server may refuse one end, although it takes other ends. Then the job fails instead."""
 
 _PAUSE_S = 0.25
-"""Seconds between two attempts to write one end by itself."""
+"""Seconds between two attempts to write one end alone."""
 
 _SMALL_BYTES = 1 << 16
 """If the connection breaks while a smaller end is written, the network is to blame, and not the end."""
@@ -46,7 +46,7 @@ def _write(store: JobStore, ends: Sequence[_End]) -> list[tuple[_End, FinishRepl
 
 @dataclass
 class _LoneEnd:
-    """The state of an end that is written by itself.
+    """The state of an end that is written alone, not in a batch.
 
     num_refusals: how often the server has refused this end, although it takes other ends.
     not_before: monotonic seconds of the next attempt.
@@ -65,8 +65,8 @@ OnReply = Callable[[HeldJob, Outcome, FinishReply], None]
 class EndWriter:
     """Holds ends until the server has taken them. Used by the I/O thread only.
 
-    The server may refuse one end while it takes others, perhaps because that end is too large. Such an end does not
-    hold up other ends. It is tried a few times by itself. Then a failure is written in its place.
+    The server may refuse one end while it takes others, perhaps because that end is too large. Such an end is written
+    alone, so that it does not hold up other ends. After a few refusals, a failure is written in its place.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EndWriter:
         self._clock = clock
         # By the job's number: all ends that are not written yet.
         self._waiting: dict[int, _End] = {}
-        # By the job's number: the state of each end that is written by itself.
+        # By the job's number: the state of each end that is written alone.
         self._lone_ends: dict[int, _LoneEnd] = {}
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
@@ -104,7 +104,7 @@ class EndWriter:
             try:
                 replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
             except RedisError:
-                # One of these ends may be to blame, so each is written by itself from now on.
+                # One of these ends may be to blame, so each is written alone from now on.
                 for end in batch:
                     self._lone_ends[end.job.number] = _LoneEnd()
                 raise
@@ -119,7 +119,7 @@ class EndWriter:
                     self._write_alone(store, end.job, end.outcome, lone_end)
 
     def _batches(self) -> Iterator[list[_End]]:
-        """Yield the waiting ends in batches. Ends that are written by themselves are left out."""
+        """Yield the waiting ends in batches. Ends that are written alone are left out."""
         batch: list[_End] = []
         num_bytes = 0
         for number, end in self._waiting.items():
@@ -137,7 +137,7 @@ class EndWriter:
     def _write_alone(
         self, store: JobStore, job: HeldJob, outcome: Outcome, lone_end: _LoneEnd
     ) -> None:
-        """Write one end by itself. If the server refuses only this end, count the refusal, and give up after a few."""
+        """Write one end alone. If the server refuses only this end, count the refusal, and give up after a few."""
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
@@ -148,7 +148,7 @@ class EndWriter:
                 return
             lone_end.not_before = self._clock() + _PAUSE_S
             if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
-                return  # the network is to blame, not this end
+                return  # an end this small cannot cause an outage
             lone_end.num_refusals += 1
             self._log.error(
                 "job %s: Redis does not take its end of %d bytes (%s: %s)",

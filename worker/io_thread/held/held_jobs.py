@@ -200,13 +200,13 @@ class HeldJob:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every request was sent and delivered."""
+        """Whether every request was sent to the engine, and every answer was delivered to the task."""
         has_open_answers = bool(self.open_requests or self.being_inspected)
         return self.state is JobState.SENT and not has_open_answers
 
     @property
     def needs_payload(self) -> bool:
-        """Whether the payload is still needed, because some of its requests have not been scheduled yet."""
+        """Whether the job still needs its payload, because some of its requests have not been scheduled yet."""
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
@@ -227,7 +227,7 @@ class HeldJob:
         return int(progress.get("rows_done", 0))
 
     def tokens_open(self) -> dict[str, int]:
-        """Return three counts of the open requests' tokens: of prompts, of prompts not yet computed, and of answers."""
+        """Count the open requests' tokens: all prompt tokens, the ones not yet computed, and the tokens of answers."""
         num_prompt_tokens = 0
         num_prompt_tokens_left = 0
         num_answer_tokens = 0
@@ -304,7 +304,7 @@ class HeldJobs:
         return job
 
     def begin_trace(self, job: HeldJob) -> None:
-        """Begin the job's trace, if it is traced."""
+        """Begin a trace of the job, if this worker traces jobs."""
         if self._traces is not None:
             job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
@@ -386,7 +386,7 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
 
 
 def _count_in(summary: Mapping[str, Any], name: str) -> int | None:
-    """Return a count in a shard's value; None if the value has no such number."""
+    """Return a count of a shard's summary; None if the summary has no such number."""
     count = summary.get(name)
     return count if isinstance(count, int) else None
 

@@ -45,7 +45,7 @@ class JobGuard:
         return _Guarded(self, job)
 
     def call(self, job: HeldJob, function: Callable[..., None], *args: Any) -> None:
-        """Call a function about a job, such as an event that a thread has posted."""
+        """Call a function that concerns a job. If it raises, only the job fails."""
         with self.around(job):
             function(*args)
 
@@ -61,16 +61,16 @@ class JobGuard:
         job_of: Callable[[Item], HeldJob | ClaimedJob],
         call: Callable[[Sequence[Item]], Sequence[Reply]],
     ) -> list[Reply]:
-        """Make one call for the jobs of many items, and return its replies.
+        """Make one call for many items, each about a job, and return its replies.
 
-        If the call raises, it is made again for each item by itself, to find the job at fault. So the call must be safe
+        If the call raises, it is made again for each item alone, to find the job at fault. So the call must be safe
         to repeat.
         """
         if not items:
             return []
         try:
             return list(call(items))
-        except Exception as error:  # the call is made for each item by itself below
+        except Exception as error:  # the call is made for each item alone below
             if is_server_fault(error):
                 raise
             self._log.error(
@@ -116,7 +116,7 @@ class JobGuard:
 
 
 class _Guarded:
-    """The context that `around` returns. With `@contextmanager` it would take a microsecond longer for each request."""
+    """The context that `around` returns. A `@contextmanager` would take a microsecond longer for each request."""
 
     __slots__ = ("_guard", "_job")
 

@@ -27,6 +27,7 @@ _STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 class Journals:
     """Writes the journals of jobs whose requests are in the engine. Used by the I/O thread only.
 
+    A job's journal keeps what the job has computed, for the job's next execution.
     period_s: seconds between two entries of a job; 0 for no journals. post: queues a call for the I/O thread.
     """
 
@@ -52,7 +53,7 @@ class Journals:
         self._leave_by: float | None = None
         # The number of ReportTokens orders that the engine has not answered yet.
         self._num_unanswered = 0
-        # By the number of each job whose entry is being written: the last report that came meanwhile.
+        # The jobs whose entries are being written, by number. Each has the last report that came meanwhile, or None.
         self._writing: dict[int, SampledTokens | None] = {}
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
@@ -104,8 +105,8 @@ class Journals:
         """Return the jobs whose state a journal can keep."""
         jobs = []
         for job in self._jobs:
-            is_open = job.has_begun and job.open_task is not None
-            if is_open and job.state in _STATES_WITH_JOURNAL:
+            runs_task = job.has_begun and job.open_task is not None
+            if runs_task and job.state in _STATES_WITH_JOURNAL:
                 jobs.append(job)
         return jobs
 

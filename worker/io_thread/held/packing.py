@@ -40,9 +40,10 @@ class Packer:
     together, so the packer counts the sequences that leave the engine between two refills. The reserve is twice the
     largest of the last counts.
 
-    Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
-    and the sequences of more urgent lanes, so a full batch of a less urgent lane never holds back an urgent prompt.
-    Every lane may have `prefetch` sequences in the engine. The engine's scheduler gives a less urgent lane its share.
+    A lane is the rank of a queue; 0 is the most urgent. A lane's jobs are served in the order in which their tasks were
+    opened. A lane counts only its own sequences and the sequences of more urgent lanes. So a full batch of a less
+    urgent lane never holds back an urgent prompt. Every lane may have `prefetch` sequences in the engine. The engine's
+    scheduler gives a less urgent lane its share.
     """
 
     def __init__(
@@ -158,24 +159,26 @@ class Packer:
         """Return for how many more sequences the lane should claim jobs now.
 
         While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
-        left than the engine has slots. It claims that early because opening the next file takes many steps. Functions,
-        and files that are not open yet, do not count: they have no requests in the lane.
+        left than the engine has slots. Then it claims the next file early, because opening a file takes many steps.
+        Functions, and files that are not open yet, do not count: they have no requests in the lane.
         """
         num_unread = sum(job.num_unread for job in self._streaming[lane])
         if num_unread == 0:
             return self._refill_room(lane)
         newest_job = self._streaming[lane][-1]
         if newest_job.is_file and num_unread < self.slots:
-            return self.slots - int(num_unread)  # a float, because it may be infinite
+            # `num_unread` is a float, because a job may not know how many requests it has.
+            return self.slots - int(num_unread)
         return 0
 
     def _room(self, lane: int) -> int:
         """Return how many further sequences of the lane the engine may take."""
+        # Even if the engine is full, every lane may have `prefetch` sequences there.
         own_room = self._prefetch - self._in_engine[lane]
         return max(self._shared_room(lane), own_room, 0)
 
     def _shared_room(self, lane: int) -> int:
-        """Return the room that the lane shares with more urgent lanes."""
+        """Return how many more sequences this lane and more urgent lanes may have in the engine together."""
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill_room(self, lane: int) -> int:
@@ -238,6 +241,7 @@ class Packer:
         elif self._num_departed:
             self._departures.append(self._num_departed)
             self._num_departed = 0
+            # A refill comes when half of the reserve is gone. The other half must replace the largest departure.
             wanted_reserve = 2 * max(self._departures)
             self._reserve = max(self._prefetch, min(self.slots, wanted_reserve))
 

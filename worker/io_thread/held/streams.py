@@ -24,7 +24,7 @@ THREADS = 2
 class Inspections:
     """Calls `OpenTask.inspect` in threads. Used by the I/O thread only.
 
-    Tasks take turns, so a task with long checks delays another task by one check only.
+    The tasks' inspections take turns, so a task with long checks delays another task by one check only.
     post: queues a call for the I/O thread.
     checks: the child processes in which tasks check answers. `end` closes them, and then no task uses them any more.
     """
@@ -53,7 +53,7 @@ class Inspections:
         self._last_turn_of[task] = turn
 
         def inspect() -> None:
-            """Begin the turn, and inspect the answer if that is still needed. Called in a thread of the pool."""
+            """Note that this turn has begun, and inspect the answer if still needed. Called in a thread of the pool."""
             self._current_turn = turn
             if is_wanted():
                 task.inspect(index, completions)
@@ -127,7 +127,7 @@ class Streams:
                     self._changed[job.number] = job
 
     def deliver(self, completions: Iterable[Completion], moment: float) -> None:
-        """Give completions to their jobs. moment: monotonic seconds when their step began."""
+        """Give completions to their jobs. moment: monotonic seconds when the engine's step began."""
         for completion in completions:
             job, index = self._jobs.of_request(completion.request_id)
             if job is None or index not in job.open_requests:

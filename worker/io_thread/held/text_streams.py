@@ -1,4 +1,4 @@
-"""Writes the growing texts of followed jobs to Redis, where clients read them."""
+"""Writes the growing texts of jobs to Redis, for the clients that follow these jobs."""
 
 from typing import NamedTuple
 
