@@ -74,7 +74,7 @@ def check_roots(roots: Sequence[str]) -> Iterator[Finding]:
     """
     paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
     findings = [_try_to_write(path) for path in paths]
-    # Only the finding about a problem says how to mend it.
+    # `mend` says how to mend a problem. It is empty in a finding without a problem.
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:

@@ -88,8 +88,8 @@ class Histogram:
 class Statistics:
     """A worker's last statistics.
 
-    jobs_by_queue: how many jobs, by queue and status.
-    held_by_kind: how many held jobs, by queue and kind. A kind is "function" or "engine".
+    jobs_by_queue: the number of jobs with each status, for each queue.
+    held_by_kind: the number of held jobs, by queue and kind. A kind is "function" or "engine".
     engine_stats: the engine's counters.
     """
 

@@ -63,7 +63,7 @@ class ReleasedJob:
     """A job that was taken from the worker that held it.
 
     deaths: how many workers have died with the job, if this release counts as a death; else 0.
-    claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.
+    claimed: the job, if this worker holds it now and must end it; None if the job is back in its queue, or was deleted.
     worker_name: the worker on which the job had begun; "" if it had not begun. It serves only for messages, because
     anybody may write this name.
     """
@@ -103,7 +103,7 @@ class JobStore:
         lease_s: int,
         max_job_bytes: int = DEFAULT_MAX_JOB_BYTES,
         models: Sequence[str] = (),
-        keeping: Keeping = Keeping(),  # it is frozen
+        keeping: Keeping = Keeping(),  # frozen, so all stores may share this one
         clock: Callable[[], float] = time.time,
         *,
         more_models: Callable[[], Sequence[str]] = tuple,
@@ -199,7 +199,8 @@ class JobStore:
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of held jobs. Returns the jobs that this worker no longer holds."""
-        return self._renew([(claimed, "") for claimed in held])
+        unchanged = ""  # leaves the time at which a job began as it is
+        return self._renew([(claimed, unchanged) for claimed in held])
 
     def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
         """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
@@ -276,11 +277,12 @@ class JobStore:
             status = "failed"
             result_type = Result.Type.MAX_RETRIES_EXCEEDED
 
+        runs_again = step.wait_s is not None
         args = {
             **execution,
             "status": status,
             "next_run": next_run,
-            "repeats_left": "" if step.wait_s is None else step.count,
+            "repeats_left": step.count if runs_again else "",
         }
         if status == "finished":
             is_recorded = step.kept_s != 0
@@ -301,9 +303,9 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, as end_execution.lua takes it.
+        """Return when a job runs again, for end_execution.lua.
 
-        The job runs at a time in Unix seconds, or goes at once to the "front" or the "back" of its queue.
+        This is a time in Unix seconds, or "front" or "back" if the job goes at once to that end of its queue.
         """
         if wait_s:
             return int(self._clock() + wait_s)

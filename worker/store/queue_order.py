@@ -132,7 +132,7 @@ def _count(text: str) -> int:
 
 
 def _run_in_queue(run_id: str, text_of: Mapping[str, str]) -> RunInQueue:
-    """Return a run that is planned. text_of: the texts of its hash, by field."""
+    """Return a run, read from its hash in Redis. The run must be planned. text_of: the hash's texts, by field."""
     rows = _count(text_of["rows"])
     rows_done = _count(text_of["total_rows"])
     priority = _count(text_of[PRIORITY]) or 1

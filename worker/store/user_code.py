@@ -160,7 +160,7 @@ class Callbacks:
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:
-    """Return the callbacks' names by role, from a copy of the job in which user code may have changed them."""
+    """Return the names of a job's callbacks, by role. `job` is a copy, and user code may have changed its callbacks."""
     callbacks = {}
     for role, field in CALLBACKS.items():
         name = getattr(job, f"_{field}")

@@ -32,8 +32,9 @@ def _raise_in(thread_id: int, error: type[BaseException]) -> None:
 def _drop_pending_error() -> None:
     """Drop an error that another thread has raised in this one, and that is still pending.
 
-    CPython could take the error back without another one. But in CPython 3.11, profilers, debuggers and coverage would
-    then stop all threads at their next call of a function: an error that was announced and never occurs is waited for.
+    A second error replaces the pending one, and is caught here. CPython could also take the pending error back without
+    a second one. But then, in CPython 3.11, profilers, debuggers and coverage would stop all threads at their next call
+    of a function, because they would wait for the error that was taken back.
     """
     try:
         _raise_in(threading.get_ident(), _Replacement)

@@ -31,7 +31,8 @@ class JobTrace:
     def note_sample(self, completion: Completion) -> None:
         """Note a finished sample of one of this job's requests."""
         self.finish_reasons.add(completion.finish_reason)
-        self.completion_tokens += len(completion.token_ids) - completion.num_continued
+        num_generated = len(completion.token_ids) - completion.num_continued
+        self.completion_tokens += num_generated
         if completion.index == 0:
             self.prompt_tokens += completion.num_prompt_tokens
             self.cached_tokens += completion.num_cached_tokens
