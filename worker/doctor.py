@@ -43,8 +43,10 @@ def _check_model() -> Iterator[Finding]:
     except (StartupError, ConfigError):
         model = read_variable("TOKENMILL_MODEL")
         if not model:
-            return  # the finding about settings says so
-        config = EngineConfig(model)
+            return  # the finding about the settings says that the model is not set
+        config = EngineConfig(
+            model
+        )  # the other settings cannot be used, but the model can be checked
     for result in check_up(config):
         yield Finding(
             Level(result.grade),

@@ -132,7 +132,7 @@ def _add(
 
 
 def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:
-    """Give a task the completions of a request, after an inspection if the task wants one."""
+    """Give a task the completions of a request. If the task inspects completions, it does so first."""
     if task.inspects:
         task.inspect(index, completions)
     task.deliver(index, completions)

@@ -336,7 +336,7 @@ class JobStore:
         return entry
 
     def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue the dependents of an ended job that wait for no other job. Each call queues one page of them.
+        """Queue one page of an ended job's dependents. A dependent that waits for another job too is left out.
 
         cursor: the page; 0 for the first. Returns the cursor of the next page; 0 after the last.
         A dependent is queued only once, even if it waited for two jobs that end together. RQ would queue it twice.

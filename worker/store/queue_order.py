@@ -42,7 +42,7 @@ class QueueOrder:
         self._call_many = Scripts(client).call_many
 
     def put_in_order(self, queue_names: Sequence[str]) -> None:
-        """Put each queue in order, if no other worker has done so in this period."""
+        """Put each queue in order, unless a worker has done so within the last _TURN_MS."""
         for name in queue_names:
             turn_key = prefixed(f"tokenmill:fair-turn:{name}")
             if self._client.set(turn_key, "", nx=True, px=_TURN_MS):

@@ -106,7 +106,7 @@ class Callbacks:
         job: the copy of the job that was given to user code, which may have changed it; None if there is no copy.
         """
         if outcome.returned_retry is not None:
-            return False
+            return False  # RQ calls no callback for such a job
         callbacks = outcome.claimed.record.callbacks
         if job is not None:
             callbacks = _callbacks_of(job)

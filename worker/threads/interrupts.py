@@ -89,7 +89,7 @@ class Call:
         self._began_at: float | None = None
         self._alive_at: float | None = None  # the last sign of life
         self._interrupted_at: float | None = None  # the first interrupt while the function ran
-        self._delayed_error: type[BaseException] | None = None  # to be raised after the import
+        self._delayed_error: type[BaseException] | None = None  # to be raised after this import
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
         self._has_raised = False  # an interrupt was raised in the thread
@@ -185,7 +185,8 @@ class Call:
             elif failure is None and self._discard is not None:
                 self._discard(value)
         finally:
-            # The error's traceback refers to this frame. This cycle would keep in memory what the call has used.
+            # The error's traceback refers to this frame. If this frame also referred to the error, this cycle would
+            # keep in memory what the call has used.
             failure = None
         return not self._given_up
 
@@ -217,7 +218,8 @@ class Call:
         try:
             with self._lock:
                 self._importing = True
-            # An error that was raised earlier occurs at the first bytecode of this call, at the latest.
+            # An interrupt that was raised before `_importing` was set occurs at the first bytecode of
+            # `_one_at_a_time` at the latest, so it never cuts an import short.
             return _one_at_a_time(load)
         finally:
             with self._lock:

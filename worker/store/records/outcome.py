@@ -103,7 +103,7 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return a failure with this error in place of this outcome, which could not be written. RQ does the same.
+        """Return the outcome that replaces this one, which could not be written: the job fails with this error, as in RQ.
 
         error: what `with_policy_of` raised.
         """
