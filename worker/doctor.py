@@ -44,9 +44,8 @@ def _check_model() -> Iterator[Finding]:
         model = read_variable("TOKENMILL_MODEL")
         if not model:
             return  # the finding about the settings says that the model is not set
-        config = EngineConfig(
-            model
-        )  # the other settings cannot be used, but the model can be checked
+        # Some other setting cannot be used, but the model can be checked all the same.
+        config = EngineConfig(model)
     for result in check_up(config):
         yield Finding(
             Level(result.grade),

@@ -156,7 +156,7 @@ class JobStore:
     def claim(self, requests: Sequence[ClaimRequest], suspect_deaths: float) -> list[Claim]:
         """Claim jobs from several queues in one round trip. suspect_deaths: see claim.lua.
 
-        A call that failed may have claimed jobs. Make it again with the same tokens.
+        A call that failed may have claimed jobs. So the caller must repeat it with the same tokens.
         """
         common = {
             **self._holder(),

@@ -103,7 +103,7 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome that replaces this one, which could not be written: the job fails with this error, as in RQ.
+        """Return the outcome to write instead, because this one could not be written. The job fails, as in RQ.
 
         error: what `with_policy_of` raised.
         """
