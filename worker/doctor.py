@@ -73,8 +73,10 @@ def check_roots(roots: Sequence[str]) -> Iterator[Finding]:
 
     A root that only holds inputs need not be writable. So if one root is fine, a problem in another root is a warning.
     """
-    paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
-    findings = [_try_to_write(path) for path in paths]
+    findings = []
+    for root in roots:
+        address = run_path(os.path.expanduser(root))
+        findings.append(_try_to_write(real_path(address)))
     # `mend` says how to mend a problem. It is empty in a finding without a problem.
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:

@@ -238,11 +238,12 @@ class JobStore:
         next_run: str | int = ""
         if step.wait_s is not None:
             next_run = self._next_run(step.wait_s, step.at_front)
+        started_at = outcome.started_at or outcome.ended_at  # a job may end before it begins
         execution = {
             **outcome.claimed.address,
             "worker": self._worker_name,
             "working_s": outcome.working_s,
-            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
+            "started_iso": utcformat(started_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
         is_retry = step.counter in ("number_of_retries", "retries_left")

@@ -58,7 +58,8 @@ class QueueOrder:
             return
 
         memory_key = prefixed(f"tokenmill:fair:{name}")
-        memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
+        kept: Any = self._client.get(memory_key)
+        memory = OrderMemory.from_object(stored.json_object(kept))
         runs, finished_rows = self._read_runs(run_ids, list(memory.rows_of))
         now = self._clock()
         memory.note_finished_rows(finished_rows, now)

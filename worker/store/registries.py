@@ -47,7 +47,7 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop each member of a set whose own key is gone. A member's key is `prefix`, followed by the member.
+        """Drop each member of a set if the member's own key is gone. This key is `prefix`, followed by the member.
 
         If `key` holds something other than a set, nothing is changed.
         """

@@ -89,7 +89,7 @@ class Call:
         self._began_at: float | None = None
         self._alive_at: float | None = None  # the last sign of life
         self._interrupted_at: float | None = None  # the first interrupt while the function ran
-        self._delayed_error: type[BaseException] | None = None  # to be raised after this import
+        self._delayed_error: type[BaseException] | None = None  # raised when the import ends
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
         self._has_raised = False  # an interrupt was raised in the thread

@@ -91,7 +91,7 @@ class JobRecord:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether the copy that `without_payload` makes takes less memory than it frees."""
+        """Whether `without_payload` saves memory. For a small hash, the copy saves none."""
         return self.hash_bytes > _LIGHT_BYTES and bool(self.fields[b"data"])
 
     def payload(self) -> bytes:

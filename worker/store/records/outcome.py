@@ -154,7 +154,7 @@ def frames_of(error: BaseException) -> str:
 
 
 def is_small(value: Any) -> bool:
-    """Whether a value that our own code made can be packed within a few milliseconds."""
+    """Whether a value can be packed within a few milliseconds. The value must come from our own code."""
     least_bytes, num_values = _measure(value, _SMALL_BYTES)
     return least_bytes <= _SMALL_BYTES and num_values <= _SMALL_VALUES
 

@@ -1,4 +1,4 @@
-"""TextPiece: text that was added to a sample, with its tokens."""
+"""TextPiece: a piece of a job's answer, with its tokens."""
 
 from array import array
 from collections.abc import Sequence
