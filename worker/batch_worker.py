@@ -358,7 +358,7 @@ class BatchWorker(BaseWorker):
             self._shutdown_requested_date = now()
             self._io.shut_down()
             return
-        # A pool and the terminal may both send a signal for one request. So a second signal counts only after a second.
+        # Signals within 1 s count as one, because a pool and the terminal may both send a signal for the same request.
         if now() - self._shutdown_requested_date >= timedelta(seconds=1):
             self._is_cold = True
             self._io.shut_down(cold=True)

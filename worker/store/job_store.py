@@ -39,7 +39,7 @@ PAGE = 200
 """About how many dependents are read at a time. Anybody may name a million dependents that do not exist."""
 
 TEXT_PIECES = 10_000
-"""About how many pieces the stream of a followed job keeps. Beyond that, the oldest pieces are dropped."""
+"""About how many pieces of text a job's stream keeps. Beyond that, the oldest pieces are dropped."""
 
 TEXT_BATCH = 200
 """The most pieces that one call of a script writes."""

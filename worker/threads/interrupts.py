@@ -33,8 +33,8 @@ def _drop_pending_error() -> None:
     """Drop an error that another thread has raised in this one, and that is still pending.
 
     A second error replaces the pending one, and is caught here. CPython could also take the pending error back without
-    a second one. But then, in CPython 3.11, profilers, debuggers and coverage would stop all threads at their next call
-    of a function, because they would wait for the error that was taken back.
+    a second one. But in CPython 3.11, under a profiler, a debugger or coverage, all threads would then stop at their
+    next call of a function, because CPython would go on waiting for the error.
     """
     try:
         _raise_in(threading.get_ident(), _Replacement)

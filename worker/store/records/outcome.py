@@ -24,7 +24,7 @@ MAX_TRACEBACK_CHARS = 1 << 16
 """The most characters of a traceback in Redis."""
 
 _HEAD_CHARS = 1 << 14
-"""Characters that a shortened traceback keeps of its beginning. The others are from its end, which says most."""
+"""How many characters a shortened traceback keeps of its beginning. It keeps more of its end, which says most."""
 
 _MAX_FRAMES = 30
 """The most calls of a traceback that are logged."""
@@ -103,7 +103,7 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome to write instead, because this one could not be written. The job fails, as in RQ.
+        """Return the outcome to write instead, because this one could not be written. The job fails, as it does in RQ.
 
         error: what `with_policy_of` raised.
         """

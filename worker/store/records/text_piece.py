@@ -43,7 +43,7 @@ class TextPiece(NamedTuple):
 
 
 NUM_VALUES = 14
-"""Fields and values of one piece."""
+"""How many elements a piece has in the job's stream. A field's name and its value are two."""
 
 
 def sent_tokens(entries: Sequence[Any], owner_digest: str) -> list[SentTokens]:
