@@ -228,7 +228,7 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # When a claimed job begins, it gets a score that lies FAR_S in the future. No other job has such a score.
+                # When a claimed job begins, it gets a score FAR_S in the future. No other job has such a score.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())  # read below in the order of the commands above
