@@ -357,8 +357,9 @@ class BatchWorker(BaseWorker):
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers do
             self._shutdown_requested_date = now()
             self._io.shut_down()
-        elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
-            # Within the first second, a further signal is the same request: a pool and the terminal may both send it.
+            return
+        # Signals within 1 s count as one, because a pool and the terminal may both send a signal for the same request.
+        if now() - self._shutdown_requested_date >= timedelta(seconds=1):
             self._is_cold = True
             self._io.shut_down(cold=True)
 

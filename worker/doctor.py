@@ -43,7 +43,8 @@ def _check_model() -> Iterator[Finding]:
     except (StartupError, ConfigError):
         model = read_variable("TOKENMILL_MODEL")
         if not model:
-            return  # the finding about settings says so
+            return  # the finding about the settings says that the model is not set
+        # Some other setting cannot be used, but the model can be checked all the same.
         config = EngineConfig(model)
     for result in check_up(config):
         yield Finding(
@@ -72,9 +73,11 @@ def check_roots(roots: Sequence[str]) -> Iterator[Finding]:
 
     A root that only holds inputs need not be writable. So if one root is fine, a problem in another root is a warning.
     """
-    paths = [real_path(run_path(os.path.expanduser(root))) for root in roots]
-    findings = [_try_to_write(path) for path in paths]
-    # Only the finding about a problem says how to mend it.
+    findings = []
+    for root in roots:
+        address = run_path(os.path.expanduser(root))
+        findings.append(_try_to_write(real_path(address)))
+    # `mend` says how to mend a problem. It is empty in a finding without a problem.
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:

@@ -421,6 +421,7 @@ def _explain(error: ValidationError) -> str:
 
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
+    # A colon belongs to a store's address if a store's name comes before it and '//' after it. Any other colon splits.
     any_store = "|".join(STORES)
     colon_without_slashes = r":(?!//)"
     colon_without_store = rf"(?<!\b(?:{any_store})):"

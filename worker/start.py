@@ -113,7 +113,7 @@ def load_parts() -> None:
             importlib.import_module(name)
         import pyarrow
 
-        # pyarrow looks for pandas, and imports it, when it makes its first array.
+        # When pyarrow makes its first array, it looks for pandas and imports it. So it makes one here.
         pyarrow.array([None])
     except ImportError as error:
         raise StartupError(

@@ -76,7 +76,8 @@ def drive(task: OpenTask, engine: Engine) -> None:
     pending: dict[int, _Pending] = {}
     try:
         while True:
-            # Fill the engine. When the stream ends, a delivery may have led to a further stream.
+            # Fill the engine. When the stream of requests ends, the task begins another one if the completions that
+            # were delivered have led to more requests.
             while len(pending) < MAX_PENDING:
                 request = next(requests, None)
                 if request is not None:
@@ -131,7 +132,7 @@ def _add(
 
 
 def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:
-    """Give a task the completions of a request, after an inspection if the task wants one."""
+    """Give a task the completions of a request. If the task inspects completions, it does so first."""
     if task.inspects:
         task.inspect(index, completions)
     task.deliver(index, completions)

@@ -159,7 +159,7 @@ class _WorkerCollector(Collector):
 
     def _takeovers(self) -> _Metric:
         """Return the metric of jobs that were taken over."""
-        # Prometheus would not see the first death in a counter that begins at 1.
+        # Prometheus shows no increase for a counter that begins at 1, so the counter for the first death begins at 0.
         num_by_deaths = {(queue, 1): 0 for queue in self._queue_names}
         num_by_deaths.update(dict(self._counts.takeovers))
         rows = []
@@ -182,7 +182,7 @@ class _WorkerCollector(Collector):
             ("client",),
             _by_label(self._counts.round_trips),
         )
-        # Prometheus would not see the first error in a counter that begins at 1.
+        # Prometheus shows no increase for a counter that begins at 1, so the usual error's counter begins at 0.
         num_errors = {"ConnectionError": 0, **self._counts.redis_errors}
         yield _Metric(
             _COUNTER,
@@ -218,7 +218,7 @@ class _WorkerCollector(Collector):
         )
 
     def _token_metrics(self) -> Iterator[_Metric]:
-        """Yield the metrics of tokens. The prefix cache is asked for every token of a prompt."""
+        """Yield the metrics of tokens. Every token of a prompt is looked up in the prefix cache."""
         point = self._counts.statistics.point
         counters = (
             ("prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),

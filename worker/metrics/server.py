@@ -83,7 +83,8 @@ class MetricsServer:
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
         await self._ended.wait()
-        # First accept no more connections. A closing server would leave accepted but unserved connections open.
+        # Stop accepting connections before the server closes. A server that closes leaves a connection open if it has
+        # accepted the connection but does not serve it yet.
         self._loop.remove_reader(self._listener)
         # Besides this task, each accepted connection has a task, even if the connection is not served yet.
         while len(asyncio.all_tasks()) > 1:

@@ -33,7 +33,7 @@ class EndedJob:
     """A job that has ended on this worker.
 
     function: the name of its function; "refused" if the job was refused before the name was read.
-    is_function: whether it ran without the engine.
+    is_function: whether the job called a function that needs no engine.
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
     enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
     rows, row_errors: the counts of a finished shard.
@@ -88,8 +88,8 @@ class Histogram:
 class Statistics:
     """A worker's last statistics.
 
-    jobs_by_queue: how many jobs, by queue and status.
-    held_by_kind: how many held jobs, by queue and kind. A kind is "function" or "engine".
+    jobs_by_queue: the number of jobs with each status, for each queue.
+    held_by_kind: the number of held jobs, by queue and kind. A kind is "function" or "engine".
     engine_stats: the engine's counters.
     """
 

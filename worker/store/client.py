@@ -53,8 +53,9 @@ def new_client(
 ) -> Redis:
     """Return a client for the server of `connection`, with its own connection pool.
 
-    resend: whether redis-py sends a command again if its reply was lost. True for the client of user code, as under
-    RQ's own worker. False for our own clients, because our code decides for each command whether to send it again.
+    resend: whether redis-py sends a command again if its reply was lost. True for the client that user code gets,
+    because RQ's own worker gives user code such a client. False for the clients of our own code, because our code
+    decides for each command whether to send it again.
     on_sent: called for each command or pipeline that is sent. on_reply: called with the seconds until the reply began.
     """
     retry = Retry(NoBackoff(), 0)

@@ -39,7 +39,7 @@ PAGE = 200
 """About how many dependents are read at a time. Anybody may name a million dependents that do not exist."""
 
 TEXT_PIECES = 10_000
-"""About how many pieces the stream of a followed job keeps. Beyond that, the oldest pieces are dropped."""
+"""About how many pieces of text a job's stream keeps. Beyond that, the oldest pieces are dropped."""
 
 TEXT_BATCH = 200
 """The most pieces that one call of a script writes."""
@@ -63,7 +63,7 @@ class ReleasedJob:
     """A job that was taken from the worker that held it.
 
     deaths: how many workers have died with the job, if this release counts as a death; else 0.
-    claimed: the job, if this worker holds it now, to end it; None if the job is back in its queue, or was deleted.
+    claimed: the job, if this worker holds it now and must end it; None if the job is back in its queue, or was deleted.
     worker_name: the worker on which the job had begun; "" if it had not begun. It serves only for messages, because
     anybody may write this name.
     """
@@ -103,7 +103,7 @@ class JobStore:
         lease_s: int,
         max_job_bytes: int = DEFAULT_MAX_JOB_BYTES,
         models: Sequence[str] = (),
-        keeping: Keeping = Keeping(),  # it is frozen
+        keeping: Keeping = Keeping(),  # frozen, so all stores may share this one
         clock: Callable[[], float] = time.time,
         *,
         more_models: Callable[[], Sequence[str]] = tuple,
@@ -156,7 +156,7 @@ class JobStore:
     def claim(self, requests: Sequence[ClaimRequest], suspect_deaths: float) -> list[Claim]:
         """Claim jobs from several queues in one round trip. suspect_deaths: see claim.lua.
 
-        A call that failed may have claimed jobs. Make it again with the same tokens.
+        A call that failed may have claimed jobs. So the caller must repeat it with the same tokens.
         """
         common = {
             **self._holder(),
@@ -199,7 +199,8 @@ class JobStore:
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of held jobs. Returns the jobs that this worker no longer holds."""
-        return self._renew([(claimed, "") for claimed in held])
+        unchanged = ""  # leaves the time at which a job began as it is
+        return self._renew([(claimed, unchanged) for claimed in held])
 
     def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
         """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
@@ -237,11 +238,12 @@ class JobStore:
         next_run: str | int = ""
         if step.wait_s is not None:
             next_run = self._next_run(step.wait_s, step.at_front)
+        started_at = outcome.started_at or outcome.ended_at  # a job may end before it begins
         execution = {
             **outcome.claimed.address,
             "worker": self._worker_name,
             "working_s": outcome.working_s,
-            "started_iso": utcformat(outcome.started_at or outcome.ended_at),
+            "started_iso": utcformat(started_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
         is_retry = step.counter in ("number_of_retries", "retries_left")
@@ -276,11 +278,12 @@ class JobStore:
             status = "failed"
             result_type = Result.Type.MAX_RETRIES_EXCEEDED
 
+        runs_again = step.wait_s is not None
         args = {
             **execution,
             "status": status,
             "next_run": next_run,
-            "repeats_left": "" if step.wait_s is None else step.count,
+            "repeats_left": step.count if runs_again else "",
         }
         if status == "finished":
             is_recorded = step.kept_s != 0
@@ -301,9 +304,9 @@ class JobStore:
         return Call("finish", {**args, "score": score, "ttl": str(step.kept_s)}, entry)
 
     def _next_run(self, wait_s: int, at_front: bool) -> str | int:
-        """Return when a job runs again, as end_execution.lua takes it.
+        """Return when a job runs again, for end_execution.lua.
 
-        The job runs at a time in Unix seconds, or goes at once to the "front" or the "back" of its queue.
+        This is a time in Unix seconds, or "front" or "back" if the job goes at once to that end of its queue.
         """
         if wait_s:
             return int(self._clock() + wait_s)
@@ -334,7 +337,7 @@ class JobStore:
         return entry
 
     def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue the dependents of an ended job that wait for no other job. Each call queues one page of them.
+        """Queue one page of an ended job's dependents. A dependent that waits for another job too is left out.
 
         cursor: the page; 0 for the first. Returns the cursor of the next page; 0 after the last.
         A dependent is queued only once, even if it waited for two jobs that end together. RQ would queue it twice.

@@ -42,7 +42,7 @@ class QueueOrder:
         self._call_many = Scripts(client).call_many
 
     def put_in_order(self, queue_names: Sequence[str]) -> None:
-        """Put each queue in order, if no other worker has done so in this period."""
+        """Put each queue in order, unless a worker has done so within the last _TURN_MS."""
         for name in queue_names:
             turn_key = prefixed(f"tokenmill:fair-turn:{name}")
             if self._client.set(turn_key, "", nx=True, px=_TURN_MS):
@@ -58,7 +58,8 @@ class QueueOrder:
             return
 
         memory_key = prefixed(f"tokenmill:fair:{name}")
-        memory = OrderMemory.from_object(stored.json_object(self._client.get(memory_key)))
+        kept: Any = self._client.get(memory_key)
+        memory = OrderMemory.from_object(stored.json_object(kept))
         runs, finished_rows = self._read_runs(run_ids, list(memory.rows_of))
         now = self._clock()
         memory.note_finished_rows(finished_rows, now)
@@ -132,7 +133,7 @@ def _count(text: str) -> int:
 
 
 def _run_in_queue(run_id: str, text_of: Mapping[str, str]) -> RunInQueue:
-    """Return a run that is planned. text_of: the texts of its hash, by field."""
+    """Return a run, read from its hash in Redis. The run must be planned. text_of: the hash's texts, by field."""
     rows = _count(text_of["rows"])
     rows_done = _count(text_of["total_rows"])
     priority = _count(text_of[PRIORITY]) or 1

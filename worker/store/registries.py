@@ -47,7 +47,7 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop each member of a set whose own key is gone. A member's key is `prefix`, followed by the member.
+        """Drop each member of a set if the member's own key is gone. This key is `prefix`, followed by the member.
 
         If `key` holds something other than a set, nothing is changed.
         """
@@ -79,7 +79,7 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
-            # The key of the job may hold another kind of value.
+            # If the job's key holds another kind of value than a hash, the reply is an error, and there is no such job.
             has_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
             is_gone = has_no_hash or status in (None, b"canceled")
             if is_gone or not has_journal:

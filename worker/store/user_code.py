@@ -106,7 +106,7 @@ class Callbacks:
         job: the copy of the job that was given to user code, which may have changed it; None if there is no copy.
         """
         if outcome.returned_retry is not None:
-            return False
+            return False  # RQ calls no callback for such a job
         callbacks = outcome.claimed.record.callbacks
         if job is not None:
             callbacks = _callbacks_of(job)
@@ -160,7 +160,7 @@ class Callbacks:
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:
-    """Return the callbacks' names by role, from a copy of the job in which user code may have changed them."""
+    """Return the names of a job's callbacks, by role. `job` is a copy, and user code may have changed its callbacks."""
     callbacks = {}
     for role, field in CALLBACKS.items():
         name = getattr(job, f"_{field}")

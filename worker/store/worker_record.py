@@ -100,8 +100,8 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker that already has this name, such as "process 7 on host gpu1"; "" if there is none.
 
     A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
-    something in the last SILENT_S seconds and another process has its process id. In a restarted container, this
-    process itself may have the killed worker's process id. Raises RedisError.
+    something in the last SILENT_S seconds and a process other than this one has its process id. In a restarted
+    container, this process may have got the killed worker's process id. Raises RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
@@ -228,8 +228,7 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                # A claimed job that has begun has a score FAR_S ahead of the time at which it was set. No other job
-                # has such a score.
+                # When a claimed job begins, it gets a score FAR_S in the future. No other job has such a score.
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())  # read below in the order of the commands above

@@ -15,7 +15,7 @@ class JobStopped(Exception):
 
 
 class FunctionPool:
-    """Daemon threads that run calls in their order and never hold up the worker's exit.
+    """Daemon threads that run calls. They never hold up the worker's exit.
 
     A thread whose call ignores an interrupt can be given up. Another thread takes its place, and the old thread ends
     after its call.
@@ -26,7 +26,7 @@ class FunctionPool:
     ) -> None:
         self._name = name
         self._clock = clock
-        # The waiting calls, each with its order and its number. A None in place of a call ends a thread.
+        # The waiting calls, each with its order (see `submit`) and its number. A None in place of a call ends a thread.
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}

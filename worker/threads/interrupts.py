@@ -32,8 +32,9 @@ def _raise_in(thread_id: int, error: type[BaseException]) -> None:
 def _drop_pending_error() -> None:
     """Drop an error that another thread has raised in this one, and that is still pending.
 
-    CPython could take the error back without another one. But in CPython 3.11, profilers, debuggers and coverage would
-    then stop all threads at their next call of a function: an error that was announced and never occurs is waited for.
+    A second error replaces the pending one, and is caught here. CPython could also take the pending error back without
+    a second one. But in CPython 3.11, under a profiler, a debugger or coverage, all threads would then stop at their
+    next call of a function, because CPython would go on waiting for the error.
     """
     try:
         _raise_in(threading.get_ident(), _Replacement)
@@ -88,7 +89,7 @@ class Call:
         self._began_at: float | None = None
         self._alive_at: float | None = None  # the last sign of life
         self._interrupted_at: float | None = None  # the first interrupt while the function ran
-        self._delayed_error: type[BaseException] | None = None  # to be raised after the import
+        self._delayed_error: type[BaseException] | None = None  # raised when the import ends
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
         self._has_raised = False  # an interrupt was raised in the thread
@@ -184,7 +185,8 @@ class Call:
             elif failure is None and self._discard is not None:
                 self._discard(value)
         finally:
-            # The error's traceback refers to this frame. This cycle would keep in memory what the call has used.
+            # The error's traceback refers to this frame. If this frame also referred to the error, this cycle would
+            # keep in memory what the call has used.
             failure = None
         return not self._given_up
 
@@ -216,7 +218,8 @@ class Call:
         try:
             with self._lock:
                 self._importing = True
-            # An error that was raised earlier occurs at the first bytecode of this call, at the latest.
+            # An interrupt that was raised before `_importing` was set occurs at the first bytecode of
+            # `_one_at_a_time` at the latest, so it never cuts an import short.
             return _one_at_a_time(load)
         finally:
             with self._lock:

@@ -13,7 +13,7 @@ from worker.metrics.tally import EndedJob
 class JobTrace:
     """What is noted about a traced job while this worker holds it. Times are Unix seconds.
 
-    ids: the tracer's ids of the job.
+    ids: the ids of the job's trace, which only `Traces` reads.
     first_token_at: when the first token of any completion came; None before.
     finished_at: when the latest completion came; None before any has come.
     prompt_tokens: the tokens of all prompts. A request with several samples counts once.
@@ -31,7 +31,8 @@ class JobTrace:
     def note_sample(self, completion: Completion) -> None:
         """Note a finished sample of one of this job's requests."""
         self.finish_reasons.add(completion.finish_reason)
-        self.completion_tokens += len(completion.token_ids) - completion.num_continued
+        num_generated = len(completion.token_ids) - completion.num_continued
+        self.completion_tokens += num_generated
         if completion.index == 0:
             self.prompt_tokens += completion.num_prompt_tokens
             self.cached_tokens += completion.num_cached_tokens

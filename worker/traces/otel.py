@@ -104,7 +104,10 @@ class OtelTraces(Traces):
         sending.join(FLUSH_S)
 
     def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution's trace, which never change; None for a job that is not traced."""
+        """Return the ids of an execution's trace; None for a job that is not traced.
+
+        The same execution always gets the same ids.
+        """
         parent_context = self._contexts.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._traces_all:
@@ -248,7 +251,7 @@ def _job_attributes(end: EndedJob) -> Attributes:
 
 
 def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes:
-    """Return the attributes of the span of the model's work, by OpenTelemetry's names."""
+    """Return the attributes of the span that shows the model's work. Their names are OpenTelemetry's."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenmill",
@@ -262,7 +265,10 @@ def _model_attributes(notes: JobTrace, operation: str, model: str) -> Attributes
 
 
 def _ascending(moments: list[float | None]) -> list[float]:
-    """Return the moments, none later than the next known moment. An unknown moment becomes the next known moment."""
+    """Return the moments in ascending order: a moment that is later than a following one is moved back to it.
+
+    An unknown moment becomes the same as the moment that follows it.
+    """
     latest_first: list[float] = []
     limit = float("inf")
     for moment in reversed(moments):
@@ -273,6 +279,6 @@ def _ascending(moments: list[float | None]) -> list[float]:
 
 
 def _derived_id(text: str, num_bytes: int) -> int:
-    """Derive an id from a text. The id is never 0, which would mean that there is none."""
+    """Derive an id from a text. The id is never 0, because 0 would mean that there is no id."""
     digest = blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()
     return int.from_bytes(digest) or 1

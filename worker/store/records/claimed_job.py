@@ -68,8 +68,9 @@ class ClaimRequest:
     max_functions, max_files: the most jobs of these two kinds in the claim.
     token: 24 hex digits. If a claim is sent again with the same token, it takes no further jobs.
     takes_suspects: whether the claim may take a job with which workers have died (see claim.lua).
-    num_takers: how many workers share the queue. num_held: how many of the queue's jobs this worker holds.
-    rounds_up: whether this worker's share is rounded up for jobs with several sequences.
+    num_takers: how many workers share the queue's jobs. num_held: how many of these jobs this worker holds already.
+    The claim takes no further job once this worker has its share.
+    rounds_up: whether this share is rounded up for jobs with several sequences.
     """
 
     queue: str

@@ -91,7 +91,7 @@ class JobRecord:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether `without_payload` frees more memory than the copy takes."""
+        """Whether `without_payload` saves memory. For a small hash, the copy saves none."""
         return self.hash_bytes > _LIGHT_BYTES and bool(self.fields[b"data"])
 
     def payload(self) -> bytes:

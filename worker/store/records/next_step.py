@@ -76,7 +76,7 @@ class NextStep:
     kept_s: seconds for which the job is kept. If the job is retried, its earlier results are kept for this long. A
     negative number means for ever. None leaves the time to live as it is.
     wait_s: seconds until the job runs again; None if it does not run again.
-    counter: the field of the job's hash that counts its runs. count: the field's new value.
+    counter: the field of the job's hash that counts its retries or repeats. count: the field's new value.
     at_front: whether the job goes to the front of its queue.
     """
 

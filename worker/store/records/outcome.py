@@ -24,7 +24,7 @@ MAX_TRACEBACK_CHARS = 1 << 16
 """The most characters of a traceback in Redis."""
 
 _HEAD_CHARS = 1 << 14
-"""Characters that a shortened traceback keeps of its beginning. The others are from its end, which says most."""
+"""How many characters a shortened traceback keeps of its beginning. It keeps more of its end, which says most."""
 
 _MAX_FRAMES = 30
 """The most calls of a traceback that are logged."""
@@ -103,7 +103,7 @@ class Outcome:
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return a failure with this error in place of this outcome, which could not be written. RQ does the same.
+        """Return the outcome to write instead, because this one could not be written. The job fails, as it does in RQ.
 
         error: what `with_policy_of` raised.
         """
@@ -154,7 +154,7 @@ def frames_of(error: BaseException) -> str:
 
 
 def is_small(value: Any) -> bool:
-    """Whether a value that our own code made can be packed within a few milliseconds."""
+    """Whether a value can be packed within a few milliseconds. The value must come from our own code."""
     least_bytes, num_values = _measure(value, _SMALL_BYTES)
     return least_bytes <= _SMALL_BYTES and num_values <= _SMALL_VALUES
 

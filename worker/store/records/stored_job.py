@@ -1,4 +1,4 @@
-"""StoredJob, which shows user code a held job as RQ's `Job`; and the time limits of user code."""
+"""StoredJob: a held job in the form of RQ's `Job`, for user code. ThreadDeathPenalty: a time limit for user code."""
 
 import threading
 from contextlib import suppress
@@ -127,7 +127,7 @@ class ThreadDeathPenalty(TimerDeathPenalty):
     def cancel_death_penalty(self) -> None:
         """End the time limit, and let the rest of the call run.
 
-        If the limit still raises its error in here, RQ swallows the error.
+        If the limit raises its error during this method, RQ swallows the error.
         """
         try:
             with self._lock:

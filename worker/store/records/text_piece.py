@@ -1,4 +1,4 @@
-"""TextPiece: text that was added to a sample, with its tokens."""
+"""TextPiece: a piece of a job's answer, with its tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from jobs.context.job_journal import SentTokens
 
 
 class TextPiece(NamedTuple):
-    """A piece of a followed job's answer.
+    """A piece of a job's answer. Pieces are made if a client reads the answer as it grows.
 
     sample: the sample's index. part: "reasoning" or "text". offset: how many characters of this part came before the
     piece.
-    token_ids: the tokens since the sample's last piece. num_tokens_before: how many tokens came before these.
+    token_ids: the tokens since the sample's previous piece.
+    num_tokens_before: how many tokens the sample had before this piece.
     owner: a hash that identifies the job, its payload and its model (see JobJournal.owner_digest).
     """
 
@@ -42,7 +43,7 @@ class TextPiece(NamedTuple):
 
 
 NUM_VALUES = 14
-"""Fields and values of one piece."""
+"""How many elements a piece has in the job's stream. A field's name and its value are two."""
 
 
 def sent_tokens(entries: Sequence[Any], owner_digest: str) -> list[SentTokens]:
