@@ -210,7 +210,10 @@ class RunFolder:
         return os.path.join(self._path, name)
 
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
-        """Have a part written, and put it in its place; see Storage.put. The parts may have a folder of their own."""
+        """Write a part with `write`, and put it in its place; see Storage.put.
+
+        The parts may have a folder of their own, which is made first.
+        """
         if self._parts_path != self._path:
             self.storage.make_folder(self._parts_path)
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
@@ -286,9 +289,9 @@ class RunFolder:
         count = self.state.record_part(stats)
         if count.total is None:  # Redis has lost the run's keys
             return self.recount(queue)
-        if self._stop_if_over_limit(queue, is_whole=count.is_whole):
+        if self._stop_if_over_limit(queue, has_all_parts=count.has_all_parts):
             return False
-        if count.is_whole:
+        if count.has_all_parts:
             return self._finish()
         notify_if_rest_failed(self.state, count)
         return False
@@ -303,16 +306,16 @@ class RunFolder:
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
-    def _stop_if_over_limit(self, queue: str, *, is_whole: bool) -> bool:
+    def _stop_if_over_limit(self, queue: str, *, has_all_parts: bool) -> bool:
         """Stop the run if more rows have an error than its submission allows. Return whether the run is stopped.
 
         Must be called before a run is ended, because a stopped run must not end, even if all its parts are there.
         """
-        excess = self.state.judge(is_whole=is_whole)
+        excess = self.state.judge(has_all_parts=has_all_parts)
         is_within_limit = excess is None
         if is_within_limit or self.has_success():
             return False
-        submission = stop_over_limit(self.state, is_whole=is_whole)
+        submission = stop_over_limit(self.state, has_all_parts=has_all_parts)
         if submission is None:
             return False
         all_shards = set(range(len(self.plan.shards)))
@@ -342,9 +345,9 @@ class RunFolder:
         for stats in parts_with_errors[:MAX_PARTS]:
             self._record_reasons(stats)
         count = self.state.amend_parts(unrecorded_parts, gone_records, len(self.plan.shards))
-        if not count.is_whole:
+        if not count.has_all_parts:
             return False
-        if self._stop_if_over_limit(queue, is_whole=True):
+        if self._stop_if_over_limit(queue, has_all_parts=True):
             return False
         return self._finish()
 

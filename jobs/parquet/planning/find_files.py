@@ -412,8 +412,9 @@ def _split_pattern(pattern: str) -> tuple[str, list[str]]:
 
 
 def _keys(folder_names: Sequence[str]) -> Keys:
-    """Return the keys and values of the folders that are named `key=value`."""
-    return tuple(key for key in map(folder_key, folder_names) if key is not None)
+    """Return a pair of key and value for each folder that is named `key=value`."""
+    pairs = [folder_key(name) for name in folder_names]
+    return tuple(pair for pair in pairs if pair is not None)
 
 
 def _is_hidden(name: str) -> bool:

@@ -130,7 +130,7 @@ class SurveyWork(RowsTask):
     def requests(self) -> Iterator[Request]:
         """Yield the requests of the rows. A dry run then sends the same requests once more, to time them.
 
-        In the timed batch, each prompt follows a text that is in no cache.
+        The prompts of the timed batch begin with a random text, so that no part of them is in the engine's cache.
         """
         for request in super().requests():
             self._sent.append(request)
@@ -397,7 +397,7 @@ class _Counts:
         """Count equal rows. If nothing is drawn at random, equal rows of all shards share one request."""
         key = self._ask.key_of(row)
         is_deterministic = self._ask.is_deterministic(row)
-        known_request = self._by_key.get(key)  # of equal rows of earlier shards
+        known_request = self._by_key.get(key)  # the request of equal rows in earlier shards
         if known_request is not None and is_deterministic:
             known_request.rows += len(numbers)
             tokens = known_request.tokens
@@ -412,7 +412,7 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        # The very first of equal rows repeats no row. If no request was known, it is one of these rows.
+        # The first of all equal rows repeats no row. It is one of these rows if no earlier shard has an equal row.
         num_first = 1 if known_request is None else 0
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
@@ -475,7 +475,7 @@ def _limit_of(request: Request) -> int:
 
 
 def _with_beginning(request: Request, beginning: str) -> Request:
-    """Return a request that begins with another text, so that no part of its prompt is in the engine's cache.
+    """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
     A prompt of token ids gets some of its own tokens before it. Embeddings stay as they are, because they use no cache.
     """
@@ -493,7 +493,7 @@ def _with_beginning(request: Request, beginning: str) -> Request:
 
 
 def _prefixed(content: Any, beginning: str) -> Any:
-    """Return a text, or the parts of a message, with another text before it."""
+    """Return the content of a message, a text or parts, with `beginning` in front."""
     if isinstance(content, str):
         return beginning + content
     return [{"type": "text", "text": beginning}, *content]

@@ -70,8 +70,8 @@ class RowSampling:
         self._column_by_name = dict(column_by_name)
         self._sampling = dict(sampling)
         self._check_sampling = check
-        # The values that a row's null stands for. Each row's JSON has them, so that rows with equal values have equal
-        # JSON. The seed is left out, because each row gets a seed of its own.
+        # A row gets these values where its own are null. Each row's JSON has them, so that rows with equal values have
+        # equal JSON. The seed is left out, because each row gets a seed of its own.
         self._run_values = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
         self._problem = remember(self._find_problem)

@@ -2,11 +2,12 @@
 
 One format serves the journal of an open shard, the answers that a cascade's first model leaves to the job of the second
 one, and the answers that planning takes from earlier runs. These logs differ only in their paths, and in who removes
-them. The memory of answers within a worker (jobs/context/answers.py) uses the same whole keys.
+them.
 
-A log is a Parquet file. Each record has the number of a row, the row's whole key and a hash of its model (both as
-jobs.parquet.asks.row_keys makes them), and either the columns of an answer or the progress of a row under way. The
-footer has FORMAT, the shard that the log belongs to, and the number of records. Pages have checksums.
+A log is a Parquet file. Each record has the number of a row, a key and a hash of a model, and either the columns of an
+answer or the progress of a row under way. The key is a hash of what the row asks and of the model that answers; see
+jobs/parquet/asks/row_keys.py. The footer has FORMAT, the shard that the log belongs to, and the number of records.
+Pages have checksums.
 """
 
 import json
@@ -105,7 +106,7 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return the records of a log, made of answers in Arrow columns.
+    """Return records for a log. answers: a column for each field of an answer.
 
     rows: the row of each answer. keys: hashes of what each row asked and of the model that answered. model_hashes:
     hashes of the models that answered. sources: the names of the rows in earlier runs.

@@ -68,8 +68,8 @@ def write_keys(
 ) -> None:
     """Write the file of a part's keys, unless the file exists.
 
-    keys: for each row, its whole key, a hash of what it asked and of the model that answered; zeros for a row without
-    an answer. model_hashes: for each row, a hash of the model that answered it.
+    keys: for each row, a hash of what it asked and of the model that answered; zeros for a row without an answer.
+    model_hashes: for each row, a hash of the model that answered it.
     """
     distinct_hashes = np.unique(model_hashes, axis=0)
     packed_count = len(distinct_hashes).to_bytes(_COUNT_BYTES, "little")
@@ -191,8 +191,8 @@ _ANSWERS = re.compile(r"_(?:kept\.)?(?P<shard>\d{5,9})\.(?:.*\.)?answers\b", re.
 class ReusedRun:
     """What a new run has taken from an old one.
 
-    rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if the new run has taken at least half of the answers that it could take.
+    rows: how many rows got an answer from it. passed_over: files that could not be read, and why. differs: what the old
+    run asked differently; empty if the new run has taken at least half of the answers that it could take.
     """
 
     output: str
@@ -215,8 +215,8 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the index of the shard's first row among all old rows. reused: what the new run has taken from the shard's
-    run. logs: the paths of the shard's logs of answers; empty if the shard has a part.
+    first: the index of the shard's first row among all old rows. reused: what the new run has taken from this old run.
+    logs: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
     plan: Plan
@@ -497,7 +497,9 @@ def _reason_to_take_none(old: Plan, new: Plan) -> str | None:
             f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
         )
     if old.spec.prompts:
-        return "its rows have several prompts, and its smaller max_model_len may have cut the answer to each"
+        return (
+            "its rows have several prompts, and its smaller max_model_len may have cut some answers"
+        )
     return None
 
 
@@ -517,7 +519,7 @@ _CUT_CHOICE = '"finish_reason": "length"'
 
 
 def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers are whole. column: finish reasons, lists of these, or responses."""
+    """Return for each row whether none of its answers was cut. column: finish reasons, lists of these, or responses."""
     return np.array([not _is_cut(value) for value in column.to_pylist()], bool)
 
 

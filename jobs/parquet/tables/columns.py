@@ -141,8 +141,8 @@ def with_added_values(
 ) -> pa.RecordBatch:
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
-    if len(schema) == batch.num_columns:
-        return batch  # a batch without columns has a number of rows, which a new batch would lose
+    if len(schema) == batch.num_columns:  # no column is added
+        return batch  # a new batch without columns would lose the number of rows
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
         if column.name not in batch.schema.names:

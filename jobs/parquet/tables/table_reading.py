@@ -1,6 +1,6 @@
 """Reads files that are not trusted, in child processes. A child gets bytes from the worker, and returns Arrow batches.
 
-A RowReader gives an input file's rows in order, a shard's worth at a time.
+A RowReader gives the rows of an input file in order, shard by shard.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -102,7 +102,7 @@ def read_schema(packed_schema: bytes | bytearray) -> pa.Schema:
 
 
 class TableReading:
-    """One pass over a file, from a row group to the end. Raises the errors of look_at.
+    """Reads a file once, from a row group to the end. Raises the errors of look_at.
 
     schema: the schema of the whole file. batches: an iterator over its rows, with the chosen columns.
     A child that was killed is replaced once. A child that takes too much memory is asked for fewer rows at a time.
@@ -115,7 +115,7 @@ class TableReading:
         self.schema: pa.Schema = next(self.batches)  # the schema comes before the batches
 
     def close(self) -> None:
-        """End the pass, so that the child process can serve another one."""
+        """Stop reading, so that the child process can serve another reader."""
         self.batches.close()
 
 
@@ -185,7 +185,7 @@ def open_table(
     limits = Limits(LIMIT_S, max_bytes)
     stack = ExitStack()
 
-    # `source`, `size` and `child` are set below, before `ask` is lent.
+    # The next two functions use `source`, `size` and `child`, which are set below.
     def fetch(wanted: Mapping[str, Any]) -> bytes:
         """Read the bytes that the child asks for."""
         storage.check_interrupted()
@@ -221,7 +221,7 @@ SHARD_TIMES = 16
 
 
 class RowReader(TableReading):
-    """One pass over a file, from the first row group of a shard to the end.
+    """Reads a file once, from the first row group of a shard to the end.
 
     Reading cannot begin in the middle of a Parquet row group. So a reader is kept for the shards that follow. It goes
     on where the last shard ended, so that each row is decoded once.

@@ -320,7 +320,7 @@ class RunReader:
         return limit.excess(
             self.counts["rows"] - num_expired,
             self.counts["errors"] - num_expired,
-            is_whole=self.is_finished,
+            has_ended=self.is_finished,
         )
 
     def _rates(
