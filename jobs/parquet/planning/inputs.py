@@ -174,7 +174,7 @@ def check_columns_here(spec: RunSpec) -> None:
     except _RAISED_HERE:
         raise
     except (errors.InputError, OSError):
-        return  # planning reports such an error, unless the error is only on this machine
+        return  # planning reports such an error, unless it occurs only on this machine
 
 
 class _ScannedFiles:

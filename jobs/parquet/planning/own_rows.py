@@ -315,7 +315,7 @@ class Matches:
         )
 
     def match_again(self, rows: Places, other: "Matches") -> None:
-        """Take over from `other` the old rows of some new rows. rows: the numbers of these new rows."""
+        """Give some new rows the old rows that `other` has found for them. rows: the numbers of these new rows."""
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]

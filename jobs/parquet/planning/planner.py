@@ -155,8 +155,8 @@ def _new_plan(
 ) -> Plan:
     """Return a plan for a run that has none. The caller writes the plan.
 
-    If the run has an order, reuses answers, or has rows that name adapters, this function makes the run's folder. It
-    writes the converted input there, the rows that the run chooses or sorts, and the answers taken from earlier runs.
+    If the run has an order, reuses answers, or has rows that name adapters, this function makes the run's folder. There
+    it writes the converted input, the rows that the run chooses or sorts, and the answers taken from earlier runs.
     """
     if spec.only_new and not submission.reuse:
         raise errors.InvalidJob(
@@ -187,8 +187,8 @@ def _new_plan(
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
     """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write,
-    because producers could forge the records that people see.
+    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write.
+    The records that people see are not used, because producers could forge them.
     """
     if spec.escalate_below is None:
         return None

@@ -264,8 +264,8 @@ def _check(spec: RunSpec, context: JobContext, *, is_dry: bool) -> None:
     """Raise InvalidJob for a run that cannot be surveyed. is_dry: True for a dry run, False for a preview."""
     if not is_dry and not kind_of(spec).is_tried(spec):
         raise InvalidJob(
-            "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
-            "prompts, of which you can name one; a dry run counts these too"
+            "a preview shows no embeddings, no lines of openai-batch files, and only one prompt for each row: name one "
+            "prompt, or use a dry run, which counts all of these"
         )
     spec.check_values(context.check_sampling)
     spec.admit(context.checks)
@@ -511,7 +511,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
     features = [(1, request.tokens, request.limit, request.rows) for request in ordered]
     columns = np.array(features, np.float64)
     averages = np.maximum(columns.mean(axis=0), 1e-9)
-    # sizes[i]: the size of request i, the sum of its features as multiples of their averages
+    # Each feature is divided by its average over all requests. sizes[i] is the sum for request i.
     sizes = (columns / averages).sum(axis=1)
     # A request of average size is expected to be chosen count / len(ordered) times.
     expected_times = sizes * count / sizes.sum()

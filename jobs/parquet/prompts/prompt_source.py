@@ -204,8 +204,8 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: for each column, the text that stands for null. control_tokens: texts of tokens that no value may contain.
-    They are not used for a chat, because the engine keeps these tokens out of chats.
+    defaults: for each column, the text that stands for null. control_tokens: the texts of control tokens. Such a text
+    in a value is split, so that the model reads it as plain text. This is not done in a chat, where the engine does it.
     """
 
     def __init__(

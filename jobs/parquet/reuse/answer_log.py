@@ -149,8 +149,8 @@ def open_log(
 class AnswerLog:
     """Writes and reads the logs of one shard.
 
-    owner: see `log_owner`. keys: the keys of the shard's rows, which do not cover the model. fields: the columns of the
-    shard's answers.
+    owner: what identifies the shard, as `log_owner` returns it. keys: the keys of the shard's rows, which do not cover
+    the model. fields: the columns of the shard's answers.
     """
 
     owner: list[Any]

@@ -4,9 +4,9 @@ Each part has a file of keys. All its numbers are little-endian. The file has, i
 - a digest of the run, the shard and all that follows
 - the number of models that answered, in 64 bits
 - hashes of these models (`model_mark` of jobs.parquet.asks.row_keys)
-- each row's whole key
+- for each row, a key: a hash of what the row asked and of the model that answered it
 
-A shard without a part may have logs of answers (answer_log.py). The records of a log have whole keys too.
+A shard without a part may have logs of answers (answer_log.py). The records of a log have such keys too.
 """
 
 import os
@@ -127,7 +127,8 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index of known keys. It takes at most 32 bytes for each known key.
 
-    all: the known keys. A key of zeros is never found. num_known: how many keys can be found.
+    all: the known keys. A row without an answer has a key of zeros, which is never found. num_known: how many keys can
+    be found.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -393,7 +394,7 @@ class OldRuns:
                 wanted_rows = batch.take(pa.array(indices_in_batch))
                 is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
-                    is_good &= _is_whole(wanted_rows.column(name))
+                    is_good &= _is_uncut(wanted_rows.column(name))
                 values = wanted_rows.select(answer_schema.names).columns
                 answers = pa.RecordBatch.from_arrays(values, schema=schema)  # without the prefix
                 yield first + indices_in_range[is_good], answers.filter(pa.array(is_good))
@@ -427,9 +428,9 @@ class OldRuns:
 def _answers_in_log(
     path: str, file: TableReading, num_rows: int
 ) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
-    """Yield the rows, the whole keys (see row_keys.py) and the answers of a log, batch by batch.
+    """Yield the rows, the keys and the answers of a log, batch by batch.
 
-    num_rows: how many rows the shard has.
+    A key is a hash of what a row asked and of the model that answered it. num_rows: how many rows the shard has.
     """
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
@@ -518,7 +519,7 @@ def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
 _CUT_CHOICE = '"finish_reason": "length"'
 
 
-def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
+def _is_uncut(column: pa.Array) -> npt.NDArray[np.bool_]:
     """Return for each row whether none of its answers was cut. column: finish reasons, lists of these, or responses."""
     return np.array([not _is_cut(value) for value in column.to_pylist()], bool)
 

@@ -224,7 +224,8 @@ class ShardWork(RowsTask):
     def _records_to_keep(self, answers: Sequence[Answer]) -> list[Record]:
         """Return a record of each answer that the second model's job keeps. That job asks the other rows again.
 
-        The first model's answers with a low margin are not kept. An error has no margin, and is kept.
+        The first model's answers with a low margin are not kept. An error has no margin, and is kept. An answer that
+        another model gave in an earlier run is also kept.
         """
         first_model_hash = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0

@@ -326,7 +326,7 @@ def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
-    """Return an iterator over each row's value, or its RowProblem. A small column is converted at once."""
+    """Return an iterator over each row's value, or its RowProblem. A small column is converted in one call."""
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         with suppress(*_NO_PYTHON_VALUE):
             return iter(column.to_pylist())

@@ -239,7 +239,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether this reader is not past the shard's first row, and is as near to it as a new reader, or nearer."""
+        """Whether this reader can still read the shard, and reaches it no later than a new reader would."""
         start_of_new_reader = shard.start - shard.skip
         return start_of_new_reader <= self.next_row <= shard.start
 
