@@ -50,7 +50,7 @@ def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
 def _good_rows(
     storage: Storage, plan: Plan, columns: list[str], error_column: str
 ) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the rows of the first parts that have no error, with their numbers in the run."""
+    """Yield the rows without an error in the first parts, with their numbers in the run."""
     for shard in range(min(NUM_PARTS, len(plan.shards))):
         for row, values in part_rows(storage, plan, shard, columns):
             if values[error_column] is None:

@@ -238,7 +238,8 @@ def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = 
     except (errors.CorruptParquet, errors.TableNotRead) as error:
         reason = error.argument("reason")
         raise errors.PartDamaged(path, f"not readable as Parquet: {reason}") from error
-    except (errors.InputNotFound, errors.PathSwapped):  # the folder lists the part's name
+    except (errors.InputNotFound, errors.PathSwapped):
+        # The folder lists the part's name, so something with this name is there.
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     if not contents.statistics:
         raise errors.PartDamaged(path, "Tokenmill did not write it")

@@ -2,8 +2,8 @@
 
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
 name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
-and nothing is written into the folder after it. Two executions may end a run at the same time, or one after the other
-was killed. Both write equal files, because both make the files from the same parts.
+and nothing is written into the folder after it. Two executions may end a run at the same time. Or an execution may be
+killed at a run's end, and another one ends the run. Both write equal files, because both make them from the same parts.
 """
 
 import json
@@ -108,8 +108,10 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)
-    if PLAN in names:  # there may be parts too, if another planner has enqueued their shards
-        return False
+    if PLAN in names:
+        return (
+            False  # beside another planner's plan there may be parts, which are not foreign files
+        )
     for name in names:
         if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
             raise OutputHoldsForeignFiles(folder, name)
@@ -192,7 +194,7 @@ _GONE = "it is gone"
 
 
 class RunFolder:
-    """The output folder of one run, as one execution sees it."""
+    """The output folder of one run. Each execution of a job has an object of its own for the folder."""
 
     def __init__(self, storage: Storage, plan: Plan, state: RunState, execution_id: str) -> None:
         self.plan = plan
@@ -274,7 +276,7 @@ class RunFolder:
             needed_paths = [self.plan.part_path(shard) for shard in missing]
             needed_paths += [self.path(name) for name in self._outputs]
             for path in needed_paths:
-                if self.storage.stat(path) is None:
+                if self.storage.stat(path) is None:  # a part may be there by now
                     raise PartDamaged(path, _GONE)
         elif missing:
             for name in end_files:
@@ -311,12 +313,12 @@ class RunFolder:
 
         Must be called before a run is ended, because a stopped run must not end, even if all its parts are there.
         """
-        excess = self.state.judge(has_all_parts=has_all_parts)
-        is_within_limit = excess is None
+        verdict = self.state.judge(has_all_parts=has_all_parts)
+        is_within_limit = verdict is None
         if is_within_limit or self.has_success():
             return False
         submission = stop_over_limit(self.state, has_all_parts=has_all_parts)
-        if submission is None:
+        if submission is None:  # the run was judged again in a transaction, and goes on
             return False
         all_shards = set(range(len(self.plan.shards)))
         waiting_shards = sorted(all_shards - self.state.recorded_shards())
@@ -378,7 +380,7 @@ class RunFolder:
 
     def _finish(self) -> bool:
         """End the run, unless a part is missing; return whether it has ended. Raises RunError."""
-        manifest: dict[str, Any] = {}
+        manifest: dict[str, Any] = {}  # stays empty if another execution has written it
         if not self.has_success():
             if len(self.shards_with_parts()) < len(self.plan.shards):
                 return False

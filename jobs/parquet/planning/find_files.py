@@ -229,7 +229,7 @@ class Search:
     def _walk(self, top: Folder) -> _FolderFiles:
         """Return the files of a folder and of all folders below it."""
         folder_files = _FolderFiles([], [])
-        waiting = [(top, False)]  # folders, each with whether it is nested
+        waiting = [(top, False)]  # pairs: a folder, and whether it is nested
         while waiting:
             folder, is_nested = waiting.pop()
             for entry in self.entries(folder.path, ignores_errors=is_nested):

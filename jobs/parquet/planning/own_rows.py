@@ -133,9 +133,8 @@ def _order_key(row: Row | RowProblem) -> list[int]:
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
     num_bits = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
-    key = [
-        64 - min(num_bits, 63)
-    ]  # at least 1, so that rows with a problem, which have 0, come first
+    # The first number is at least 1. So rows with a problem, which have 0, come first.
+    key = [64 - min(num_bits, 63)]
     for length in BEGINNINGS:
         beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
         digest = blake2b(beginning, digest_size=8).digest()
@@ -200,7 +199,7 @@ def _new_rows(
 ) -> Places:
     """Return the numbers of the rows that no earlier run has answered.
 
-    look_up: see take_answers. fields: the answers' columns.
+    look_up: finds matches again; see take_answers. fields: the answers' columns.
     """
     needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
     # The loop uses no answer. It reads all of them, so that a row whose answer has an error or cannot be read gets -1
@@ -221,7 +220,8 @@ def _write_taken_answers(
 ) -> None:
     """Write the answers of earlier runs beside the plan, for each shard.
 
-    ask_name: a hash of what the run asks; see RowKeys.name. look_up: see take_answers. fields: the answers' columns.
+    ask_name: a hash of what the run asks; see RowKeys.name. look_up: finds matches again; see take_answers. fields: the
+    answers' columns.
     """
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in take_answers(old, matches, look_up, pa.schema(fields)):

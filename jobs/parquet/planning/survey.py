@@ -493,7 +493,7 @@ def _with_beginning(request: Request, beginning: str) -> Request:
 
 
 def _prefixed(content: Any, beginning: str) -> Any:
-    """Return the content of a message, a text or parts, with `beginning` in front."""
+    """Return a message's content with `beginning` in front. content: a text, or the parts of a message."""
     if isinstance(content, str):
         return beginning + content
     return [{"type": "text", "text": beginning}, *content]

@@ -192,7 +192,7 @@ class AnswerLog:
         return records
 
     def read_if_whole(self, storage: Storage, path: str) -> list[Record]:
-        """Return a log's records; none if the log cannot be read. The caller computes the rows that have no record."""
+        """Return a log's records; [] if the log cannot be read. The caller computes the rows that have no record."""
         try:
             return self.read(storage, path)
         except (OSError, RunError) as error:
@@ -276,7 +276,7 @@ def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
 
 
 def _holds_structs(kind: pa.DataType) -> bool:
-    """Whether values are lists of structs, at any depth."""
+    """Whether values are lists of structs, or lists of such lists."""
     if not pa.types.is_list(kind):
         return False
     while pa.types.is_list(kind):

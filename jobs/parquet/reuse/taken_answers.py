@@ -25,8 +25,8 @@ from jobs.runs.plans.plan import Plan
 def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets) -> None:
     """Write the logs of all shards for which answers were taken.
 
-    ask_name: a hash of what the run asks; see RowKeys.name. buckets: the records of the answers. They number the rows
-    within the run, and a log numbers them within its shard.
+    ask_name: a hash of what the run asks; see RowKeys.name. buckets: the records of the answers, where a row has its
+    number in the run. In a log, a row has its number in the shard.
     """
     first_rows = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     storage.make_folder(os.path.dirname(plan.reused_path(0)))

@@ -66,7 +66,7 @@ def _arrow_table(source: Any) -> pa.Table:
 def _reason(source: Any, error: Exception) -> str:
     """Return why a table has no form in Arrow.
 
-    An error of polars' does not name the column. So each column is tried by itself.
+    The errors of polars do not name the column. So each column is tried by itself.
     """
     text = str(error)[:200]
     if type(source).__module__.partition(".")[0] != "polars":
