@@ -188,9 +188,8 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
     has_function = plan.spec.repairs.function is not None
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
-        if (
-            not run.differs
-        ):  # no argument differs, so something else is the reason if few answers are taken
+        if not run.differs:
+            # No argument differs. If few answers are taken, the reason is another one.
             run.differs = [_WHY_FEW_ANSWERS[has_function]]
 
 
@@ -463,10 +462,10 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether both plans have the same models, and `plan` also asks the second model each row that `old` asked it."""
+    """Whether both plans have the same models, and `plan` escalates every row that `old` has escalated."""
     if _identities(plan) != _identities(old):
         return False
-    # The second model is asked the rows whose margins are below these bounds.
+    # A row is escalated if its margin is below the bound: the second model is asked about it.
     old_bound = old.spec.escalate_below or 0
     bound = plan.spec.escalate_below or 0
     return old_bound <= bound

@@ -477,7 +477,8 @@ def _limit_of(request: Request) -> int:
 def _with_beginning(request: Request, beginning: str) -> Request:
     """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
-    A prompt of token ids gets some of its own tokens before it. Embeddings stay as they are, because they use no cache.
+    In a prompt of token ids, some of its own tokens stand in front instead. A request for embeddings stays as it is,
+    because it uses no cache.
     """
     if request.kind not in ("generate", "score"):
         return request

@@ -238,5 +238,5 @@ def sampled_rows(sample: str, seed: str, total: int, max_rows: int) -> set[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as Parquet gives it back."""
+    """Return a value as it is read from Parquet, which has lists in place of tuples."""
     return list(value) if isinstance(value, tuple) else value
