@@ -227,8 +227,8 @@ def _left_out(answers: Iterable[Answer]) -> Counter[str]:
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
     """Read a part's statistics from its footer. Raises PartDamaged.
 
-    run: the id of the run that wrote the part; by default the plan's run. A folder that was moved has a plan with
-    another id.
+    run: the id of the run that wrote the part; by default the plan's run. A run's id depends on its folder's path.
+    So if the folder was moved, its plan and its parts have different ids.
     """
     path = plan.part_path(shard)
     expected_rows = plan.shards[shard].rows

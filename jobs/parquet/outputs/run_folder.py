@@ -2,8 +2,9 @@
 
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
 name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
-and nothing is written into the folder after it. Two executions may end a run at the same time. Or an execution may be
-killed at a run's end, and another one ends the run. Both write equal files, because both make them from the same parts.
+and nothing is written into the folder after it. Two executions may end a run at the same time. An execution may also
+be killed while it ends a run, and then another one ends it. Both write equal files, because both make them from the
+same parts.
 """
 
 import json
@@ -109,9 +110,8 @@ def begin_folder(storage: Storage, folder: str) -> bool:
         storage.make_folder(folder)
         names = storage.names(folder)
     if PLAN in names:
-        return (
-            False  # beside another planner's plan there may be parts, which are not foreign files
-        )
+        # The files are not checked: parts may be there, if another planner has enqueued their shards.
+        return False
     for name in names:
         if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
             raise OutputHoldsForeignFiles(folder, name)

@@ -72,8 +72,8 @@ class PictureSource(PromptSource):
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield a pair for each row: the values that `prompts` reads, and the row's pictures.
 
-        The pictures are a dict. It has a list of pictures for the placeholder of each column of pictures. If a value or
-        a picture of the row cannot be read, a RowProblem is yielded in place of the pair.
+        The pictures are a dict. A key is the placeholder of a column of pictures, and the value is a list of pictures.
+        If a value or a picture of the row cannot be read, a RowProblem is yielded in place of the pair.
         """
         pictures_by_column: dict[str, list[list[Picture] | RowProblem]] = {}
         for column in self._picture_columns:

@@ -91,8 +91,8 @@ class PromptSource(abc.ABC):
 class ColumnSource(PromptSource):
     """Columns whose values are prompts.
 
-    prompt_of: makes a prompt of a row's values, or raises RowProblem. fits: says whether a column may have a type.
-    expected: the types that a column may have, in words for errors.
+    prompt_of: makes a prompt of a row's values, or raises RowProblem. fits: whether a column's type is allowed.
+    expected: the allowed types, in words for errors.
     """
 
     def __init__(

@@ -155,9 +155,7 @@ def _check_values(field: pa.Field, name: str) -> None:
     if not is_number and not may_be_text:
         expected = f"numbers, or another type that holds values of {name}"
         if is_text(inner):
-            expected += (
-                " (if these are numbers with a decimal comma, give decimal ',': --decimal ,)"
-            )
+            expected += " (for numbers with a decimal comma, submit with decimal=',' or --decimal ,)"
         raise WrongColumnType(field.name, field.type, expected)
 
 
@@ -395,7 +393,7 @@ class StepSource(prompt_source.TemplateSource):
 
 
 class LineSource(PromptSource):
-    """Lines of a batch file. Each line is JSON. A line may be longer than a prompt may be.
+    """Lines of a batch file. Each line is JSON. The limit of a prompt's length does not hold for a line.
 
     A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: True if every picture
     must be a data: URL already. Then a line that names a path is refused.

@@ -91,7 +91,7 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
         rows_to_skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        # The rows of the row group with the largest rows decide how many rows a batch may have.
+        # The row group whose rows are largest on average decides how many rows a batch may have.
         max_row_bytes = 1.0
         for number in groups:
             group = file.metadata.row_group(number)
