@@ -155,7 +155,9 @@ def _check_values(field: pa.Field, name: str) -> None:
     if not is_number and not may_be_text:
         expected = f"numbers, or another type that holds values of {name}"
         if is_text(inner):
-            expected += " (for numbers with a decimal comma, submit with decimal=',' or --decimal ,)"
+            expected += (
+                " (for numbers with a decimal comma, submit with decimal=',' or --decimal ,)"
+            )
         raise WrongColumnType(field.name, field.type, expected)
 
 
