@@ -18,7 +18,7 @@ _LEFT_OUT_ENDINGS = ("_tokens", "logprobs", "embedding", "messages")
 
 
 def shown_columns(plan: Plan) -> list[str]:
-    """Return the output's columns of answers and errors, without those that are hard to read in a report."""
+    """Return the output's columns of answers and errors, without columns that are hard to read in a report."""
     return [name for name in answer_names(plan.spec) if not name.endswith(_LEFT_OUT_ENDINGS)]
 
 

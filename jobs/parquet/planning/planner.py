@@ -116,7 +116,7 @@ def _agreed_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Return the plan in the run's folder. If there is none, make a plan and write it.
+    """Return the plan in the run's folder. If the folder has no plan, make a plan and write it.
 
     Raises OutputHoldsAnotherRun, RunOfAnotherModel or InputChanged if the folder's plan does not fit the submission.
     """
@@ -153,7 +153,7 @@ def _new_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Return a plan for a run that has none. The caller writes the plan.
+    """Return a plan for a run that has no plan yet. The caller writes the plan.
 
     If the run has an order, reuses answers, or has rows that name adapters, this function makes the run's folder. There
     it writes the converted input, the rows that the run chooses or sorts, and the answers taken from earlier runs.

@@ -202,7 +202,7 @@ def _parts(pictures: Sequence[Picture]) -> Parts:
 
 
 def _text(text: str) -> Parts:
-    """Return the part of a message that holds a text; none for an empty text."""
+    """Return the part of a message that holds a text; no part for an empty text."""
     return [{"type": "text", "text": text}] if text else []
 
 

@@ -150,7 +150,7 @@ class KnownKeys:
 
         Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
-        # The known keys whose first half is that of keys[i] are self._order[lows[i]:highs[i]].
+        # self._order[lows[i]:highs[i]]: the indices of the known keys that have the same first half as keys[i]
         first_halves = np.ascontiguousarray(keys[:, 0])
         second_halves = keys[:, 1]
         lows = np.searchsorted(self._first_halves, first_halves, "left")
@@ -467,7 +467,7 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
 
 
 def _indices_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Find the wanted row numbers in `rows`. Return the indices in `rows` and in `wanted` of those that are found.
+    """Find wanted row numbers in `rows`. Return the index in `rows` and the index in `wanted` of each number found.
 
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """

@@ -38,7 +38,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. If there are two records of a row, the one that shows more progress is kept."""
+        """Add a record. If a row has two records, the record with more progress is kept."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:
