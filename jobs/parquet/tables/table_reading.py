@@ -125,7 +125,7 @@ def _read(
     """Yield a file's schema, then its batches. If a child fails, a new child goes on; see TableReading."""
     schema = None
     rows_done = 0
-    batch_rows = list(BATCH_ROWS)  # the first number is used now, and each later number in a later try
+    batch_rows = list(BATCH_ROWS)  # the first number is used, and is removed for the next try
     was_replaced = False
     share: float = CHILD_SHARE  # how much memory the child may take, see open_table
     while True:  # for each child, until a child comes to the file's end
