@@ -287,14 +287,14 @@ def _without_answers(
     return replace(request, messages=[*earlier_messages, extended])
 
 
-def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
+def _repaired_chat(request: Request, answer: str, repair_text: str) -> Request:
     """Return a chat followed by its answer and by the message that asks for another answer."""
     assert request.messages is not None
-    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
+    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": repair_text}]
     return replace(request, messages=[*request.messages, *turns])
 
 
-def _repaired_prompt(request: Request, text_behind: str) -> Request:
+def _repaired_prompt(request: Request, repair_text: str) -> Request:
     """Return a prompt followed by a text. text_behind: the prompt's answer, and words that ask for another answer."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):

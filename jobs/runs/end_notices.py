@@ -67,7 +67,7 @@ def notify_failed(connection: Redis, lease: Lease, error: str) -> None:
 def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
     """Record that a shard has failed for good, and enqueue the run's notices if nothing of the run is left to do."""
     count = state.record_failed(shard)
-    if not count.is_whole:  # some shards have no part
+    if not count.has_all_parts:  # some shards have no part
         notify_if_rest_failed(state, count, last_error=error)
     elif "finished" not in state.facts():
         reason = f"all {count.total} parts are written, but the run did not finish: {error}"
@@ -104,20 +104,20 @@ def enqueue_notices(
     transact(state.connection, enqueue, run_key(state.run))
 
 
-def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
+def stop_over_limit(state: RunState, *, has_all_parts: bool) -> int | None:
     """Stop a run if too many of its rows have an error, and enqueue its notices.
 
     Returns the number of the stopped submission; None if the run goes on.
     The check and the stop are one transaction. So a shard that ends meanwhile is judged too, and no worker finishes a
     stopped run.
-    is_whole: see RunState.judge.
+    has_all_parts: see RunState.judge.
     """
-    return transact(state.connection, partial(_stop, state, is_whole), run_key(state.run))
+    return transact(state.connection, partial(_stop, state, has_all_parts), run_key(state.run))
 
 
-def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
+def _stop(state: RunState, has_all_parts: bool, pipe: Pipeline) -> int | None:
     """Do the work of `stop_over_limit`, in a transaction of `pipe`, which watches the run."""
-    verdict = state.judge(is_whole=is_whole, client=pipe)
+    verdict = state.judge(has_all_parts=has_all_parts, client=pipe)
     if verdict is None:
         return None
     reason, submission = verdict
@@ -201,7 +201,7 @@ def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None
         # An expired row has an error too, but the limit is only for rows that were asked.
         asked_rows = rows_done - expired
         asked_errors = errors - expired
-        reason = limit.excess(asked_rows, asked_errors, is_whole=True)
+        reason = limit.excess(asked_rows, asked_errors, has_ended=True)
         if reason is not None:
             outcome = "failed"
     if outcome == "finished" and expired:

@@ -18,7 +18,7 @@ _LEFT_OUT_ENDINGS = ("_tokens", "logprobs", "embedding", "messages")
 
 
 def shown_columns(plan: Plan) -> list[str]:
-    """Return the output's columns of answers and errors, without those that are hard to read in a report."""
+    """Return the output's columns of answers and errors, without columns that are hard to read in a report."""
     return [name for name in answer_names(plan.spec) if not name.endswith(_LEFT_OUT_ENDINGS)]
 
 
@@ -50,7 +50,7 @@ def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
 def _good_rows(
     storage: Storage, plan: Plan, columns: list[str], error_column: str
 ) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield rows without an error, with their numbers in the run."""
+    """Yield the rows without an error in the first parts, with their numbers in the run."""
     for shard in range(min(NUM_PARTS, len(plan.shards))):
         for row, values in part_rows(storage, plan, shard, columns):
             if values[error_column] is None:

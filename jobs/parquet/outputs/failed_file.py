@@ -24,9 +24,9 @@ def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
     """Write the rows with an error into a new file, and return how many there are. Raises InvalidJob, PartDamaged.
 
     path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are written too.
-    Each written row has the input's columns that the output has, its number in the run, its file, its number in that
-    file, and the reason why it failed. A row of a text file also has its line, if the planned file is on this machine
-    and has not changed. CSV is written with the delimiter, decimal mark and encoding of the run's input.
+    Each written row has those input columns that are also in the output, its number in the run, its file, its number in
+    that file, and the reason why it failed. A row of a text file also has its line, if the planned file is on this
+    machine and has not changed. CSV is written with the delimiter, decimal mark and encoding of the run's input.
     """
     suffix = os.path.splitext(path)[1]
     if suffix not in _WRITERS:
@@ -76,6 +76,7 @@ def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
         if failed_rows:
             failed_by_shard[shard] = failed_rows
 
+    # The input's lines are looked up for all parts at once, so that each text file is read once.
     all_lines = _lines(plan, chain.from_iterable(failed_by_shard.values()))
     for shard, failed_rows in failed_by_shard.items():
         first_row = plan.first_row(shard)

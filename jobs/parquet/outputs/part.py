@@ -227,7 +227,8 @@ def _left_out(answers: Iterable[Answer]) -> Counter[str]:
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
     """Read a part's statistics from its footer. Raises PartDamaged.
 
-    run: the run that wrote the part; None for the plan's run. If the folder was moved, these two have different ids.
+    run: the id of the run that wrote the part; by default the plan's run. A run's id depends on its folder's path.
+    So if the folder was moved, its plan and its parts have different ids.
     """
     path = plan.part_path(shard)
     expected_rows = plan.shards[shard].rows
@@ -237,7 +238,8 @@ def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = 
     except (errors.CorruptParquet, errors.TableNotRead) as error:
         reason = error.argument("reason")
         raise errors.PartDamaged(path, f"not readable as Parquet: {reason}") from error
-    except (errors.InputNotFound, errors.PathSwapped):  # the folder lists the part's name
+    except (errors.InputNotFound, errors.PathSwapped):
+        # The folder lists the part's name, so something with this name is there.
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     if not contents.statistics:
         raise errors.PartDamaged(path, "Tokenmill did not write it")

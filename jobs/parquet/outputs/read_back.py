@@ -136,7 +136,7 @@ class FolderReader:
         return reasons, first_failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: see `errors`. Raises PartDamaged."""
+        """Yield a part's rows with an error. cut: whether to yield rows with a cut answer too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
             # The row's file is the last file that begins at this row or before it.
@@ -152,7 +152,9 @@ class FolderReader:
     @cached_property
     def _input_rows(self) -> Sequence[int]:
         """Return where each row of the run is in the whole input, counted from 0."""
-        if not self.plan.files[0].num_chosen or self.plan.reused is None:  # all rows are in the run
+        # If planning has chosen rows, they all count as rows of the first file; see with_own_rows.
+        has_chosen_rows = bool(self.plan.files[0].num_chosen)
+        if not has_chosen_rows or self.plan.reused is None:
             return range(self.plan.rows)
         path = os.path.join(self._folder, row_numbers_name(self.plan.reused.name))
         with self._storage.open_input(path) as source:

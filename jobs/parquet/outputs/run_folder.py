@@ -2,8 +2,9 @@
 
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
 name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
-and nothing is written into the folder after it. Two executions may end a run at the same time, or one after the other
-was killed. Both write equal files, because both make the files from the same parts.
+and nothing is written into the folder after it. Two executions may end a run at the same time. An execution may also
+be killed while it ends a run, and then another one ends it. Both write equal files, because both make them from the
+same parts.
 """
 
 import json
@@ -108,7 +109,8 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)
-    if PLAN in names:  # there may be parts too, if another planner has enqueued their shards
+    if PLAN in names:
+        # The files are not checked: parts may be there, if another planner has enqueued their shards.
         return False
     for name in names:
         if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
@@ -192,7 +194,7 @@ _GONE = "it is gone"
 
 
 class RunFolder:
-    """The output folder of one run, as one execution sees it."""
+    """The output folder of one run. Each execution of a job has an object of its own for the folder."""
 
     def __init__(self, storage: Storage, plan: Plan, state: RunState, execution_id: str) -> None:
         self.plan = plan
@@ -210,7 +212,10 @@ class RunFolder:
         return os.path.join(self._path, name)
 
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
-        """Have a part written, and put it in its place; see Storage.put. The parts may have a folder of their own."""
+        """Write a part with `write`, and put it in its place; see Storage.put.
+
+        The parts may have a folder of their own, which is made first.
+        """
         if self._parts_path != self._path:
             self.storage.make_folder(self._parts_path)
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
@@ -271,7 +276,7 @@ class RunFolder:
             needed_paths = [self.plan.part_path(shard) for shard in missing]
             needed_paths += [self.path(name) for name in self._outputs]
             for path in needed_paths:
-                if self.storage.stat(path) is None:
+                if self.storage.stat(path) is None:  # a part may be there by now
                     raise PartDamaged(path, _GONE)
         elif missing:
             for name in end_files:
@@ -286,9 +291,9 @@ class RunFolder:
         count = self.state.record_part(stats)
         if count.total is None:  # Redis has lost the run's keys
             return self.recount(queue)
-        if self._stop_if_over_limit(queue, is_whole=count.is_whole):
+        if self._stop_if_over_limit(queue, has_all_parts=count.has_all_parts):
             return False
-        if count.is_whole:
+        if count.has_all_parts:
             return self._finish()
         notify_if_rest_failed(self.state, count)
         return False
@@ -303,17 +308,17 @@ class RunFolder:
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
-    def _stop_if_over_limit(self, queue: str, *, is_whole: bool) -> bool:
+    def _stop_if_over_limit(self, queue: str, *, has_all_parts: bool) -> bool:
         """Stop the run if more rows have an error than its submission allows. Return whether the run is stopped.
 
         Must be called before a run is ended, because a stopped run must not end, even if all its parts are there.
         """
-        excess = self.state.judge(is_whole=is_whole)
-        is_within_limit = excess is None
+        verdict = self.state.judge(has_all_parts=has_all_parts)
+        is_within_limit = verdict is None
         if is_within_limit or self.has_success():
             return False
-        submission = stop_over_limit(self.state, is_whole=is_whole)
-        if submission is None:
+        submission = stop_over_limit(self.state, has_all_parts=has_all_parts)
+        if submission is None:  # the run was judged again in a transaction, and goes on
             return False
         all_shards = set(range(len(self.plan.shards)))
         waiting_shards = sorted(all_shards - self.state.recorded_shards())
@@ -342,9 +347,9 @@ class RunFolder:
         for stats in parts_with_errors[:MAX_PARTS]:
             self._record_reasons(stats)
         count = self.state.amend_parts(unrecorded_parts, gone_records, len(self.plan.shards))
-        if not count.is_whole:
+        if not count.has_all_parts:
             return False
-        if self._stop_if_over_limit(queue, is_whole=True):
+        if self._stop_if_over_limit(queue, has_all_parts=True):
             return False
         return self._finish()
 
@@ -375,7 +380,7 @@ class RunFolder:
 
     def _finish(self) -> bool:
         """End the run, unless a part is missing; return whether it has ended. Raises RunError."""
-        manifest: dict[str, Any] = {}
+        manifest: dict[str, Any] = {}  # stays empty if another execution has written it
         if not self.has_success():
             if len(self.shards_with_parts()) < len(self.plan.shards):
                 return False

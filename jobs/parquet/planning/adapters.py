@@ -27,9 +27,10 @@ def with_all_adapters(context: JobContext, plan: Plan) -> Plan:
 
 
 def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Return a plan that pins its rows' adapters as well. A row that names an unknown adapter gets an error when asked.
+    """Return the plan, which now also pins the adapters that its rows name.
 
-    Reads all rows once. The input's files must be converted already.
+    A row that names an unknown adapter gets an error when the run asks it, not here. Reads all rows once. The input's
+    files must be converted already.
     """
     pinned = set(plan.model.adapters)
     known_names = set(context.adapters.names)

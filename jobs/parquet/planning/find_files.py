@@ -229,7 +229,7 @@ class Search:
     def _walk(self, top: Folder) -> _FolderFiles:
         """Return the files of a folder and of all folders below it."""
         folder_files = _FolderFiles([], [])
-        waiting = [(top, False)]  # folders, each with whether it is nested
+        waiting = [(top, False)]  # pairs: a folder, and whether it is nested
         while waiting:
             folder, is_nested = waiting.pop()
             for entry in self.entries(folder.path, ignores_errors=is_nested):
@@ -412,8 +412,9 @@ def _split_pattern(pattern: str) -> tuple[str, list[str]]:
 
 
 def _keys(folder_names: Sequence[str]) -> Keys:
-    """Return the keys and values of the folders that are named `key=value`."""
-    return tuple(key for key in map(folder_key, folder_names) if key is not None)
+    """Return a pair of key and value for each folder that is named `key=value`."""
+    pairs = [folder_key(name) for name in folder_names]
+    return tuple(pair for pair in pairs if pair is not None)
 
 
 def _is_hidden(name: str) -> bool:

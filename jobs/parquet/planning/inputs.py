@@ -84,11 +84,11 @@ def read_inputs(
 
 
 def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
-    """Return the columns of JSON lines whose values stay the JSON that each row has.
+    """Return the columns of JSON lines in which each value must keep the form that it has in its line.
 
-    All other columns get one type for all rows, and this type may change how a value looks. A column is returned if its
-    type would do so, and if templates, messages or an output of JSON lines show its values. A column of whole prompts,
-    queries, documents or pictures is never returned.
+    Such a column is read as JSON. Any other column gets one type for all rows, which may change how a value looks. A
+    column is returned if its type could change a value, and if templates, messages or an output of JSON lines show its
+    values. A column of whole prompts, queries, documents or pictures is never returned.
     """
     if scanned.format != JSONL:
         return ()
@@ -174,7 +174,7 @@ def check_columns_here(spec: RunSpec) -> None:
     except _RAISED_HERE:
         raise
     except (errors.InputError, OSError):
-        return  # planning reports such an error, unless the error is only on this machine
+        return  # planning reports such an error, unless it occurs only on this machine
 
 
 class _ScannedFiles:
@@ -239,7 +239,7 @@ class _ScannedFiles:
         self.groups.append(contents.groups)
 
     def _merge_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:
-        """Merge a file's kinds into the kinds of earlier files.
+        """Merge the kinds of a file's columns into the kinds that earlier files gave these columns.
 
         Raises SchemaMismatch if a CSV file has another header than the first file.
         """

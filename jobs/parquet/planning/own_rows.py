@@ -49,7 +49,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
 
     chosen: the rows' numbers in the input, in the run's order.
     """
-    assert plan.reused is not None, "its name becomes part of the files' names"
+    assert plan.reused is not None, "the files' names contain the name of `plan.reused`"
     # The chosen rows count as rows of the first file.
     first_file, *other_files = plan.files
     file_with_rows = replace(first_file, num_chosen=len(chosen))
@@ -124,16 +124,17 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which a row is sorted: first its own max_tokens, large ones first, then its prompt.
+    """Return the numbers by which a row is sorted. They stand for its own max_tokens, large ones first, and its prompt.
 
-    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts. The
-    beginnings of a prompt are hashed, so that rows with a common beginning become neighbours.
+    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts. For a
+    prompt, the numbers are hashes of its beginnings, so that rows with a common beginning become neighbours.
     """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     max_tokens = row.own_sampling.get("max_tokens")
     num_bits = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
-    key = [64 - min(num_bits, 63)]  # from 1 on, so that rows with a problem come first
+    # The first number is at least 1. So rows with a problem, which have 0, come first.
+    key = [64 - min(num_bits, 63)]
     for length in BEGINNINGS:
         beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
         digest = blake2b(beginning, digest_size=8).digest()
@@ -187,7 +188,8 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
     has_function = plan.spec.repairs.function is not None
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
-        if not run.differs:  # no argument differs, so the text says what else may be the cause
+        if not run.differs:
+            # No argument differs. If few answers are taken, the reason is another one.
             run.differs = [_WHY_FEW_ANSWERS[has_function]]
 
 
@@ -196,7 +198,7 @@ def _new_rows(
 ) -> Places:
     """Return the numbers of the rows that no earlier run has answered.
 
-    look_up: see take_answers. fields: the answers' columns.
+    look_up: finds matches again; see take_answers. fields: the answers' columns.
     """
     needed_fields = [field for field in fields if field.name == "error" or _shows_cuts(field.name)]
     # The loop uses no answer. It reads all of them, so that a row whose answer has an error or cannot be read gets -1
@@ -217,7 +219,8 @@ def _write_taken_answers(
 ) -> None:
     """Write the answers of earlier runs beside the plan, for each shard.
 
-    ask_name: a hash of what the run asks; see RowKeys.name. look_up: see take_answers. fields: the answers' columns.
+    ask_name: a hash of what the run asks; see RowKeys.name. look_up: finds matches again; see take_answers. fields: the
+    answers' columns.
     """
     with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in take_answers(old, matches, look_up, pa.schema(fields)):
@@ -257,7 +260,7 @@ def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
         return  # the plan in place is this one: it was written, but the storage's reply was lost
     paths = [plan.reused_path(shard) for shard in range(len(plan.shards))]
     first_file = plan.files[0]
-    if first_file.num_chosen:
+    if first_file.num_chosen:  # with_own_rows has written the chosen rows
         paths += [
             plan.rows_path(first_file),
             os.path.join(plan.spec.output, row_numbers_name(plan.reused.name)),
@@ -272,10 +275,10 @@ class Matches:
     """For each new row, the old row whose answer it may take.
 
     All arrays but `model_hashes` have one value for each new row.
-    places: the index of the new row's old row among all old rows; -1 for a new row that has no old row.
-    models: the index in `model_hashes` of the model that answered the old row.
+    places: the old row, as an index among all old rows; -1 if the new row has no old row.
+    models: the model that answered the old row, as an index in `model_hashes`.
     model_hashes: hashes of the models whose answers may be taken.
-    keys: the new row's whole key, with the model that answered the old row.
+    keys: a hash of what the new row asks and of the model that answered the old row.
     is_shorter: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
     """
@@ -311,7 +314,7 @@ class Matches:
         )
 
     def match_again(self, rows: Places, other: "Matches") -> None:
-        """Take over from `other` the old rows of some new rows. rows: the numbers of these new rows."""
+        """Give some new rows the old rows that `other` has found for them. rows: the numbers of these new rows."""
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
@@ -391,7 +394,8 @@ def _match_shorter(
 ) -> None:
     """Look for old rows that asked the same as the new rows, but with a smaller max_tokens.
 
-    keys: the new rows' keys, which do not cover the model. keys_of_shorter: one RowKeys for each smaller max_tokens.
+    keys: the new rows' keys, which do not cover the model. keys_of_shorter: for each smaller max_tokens, a RowKeys that
+    makes the keys which the new rows would have with it.
     """
     has_key = keys.any(axis=1)
     for shorter in keys_of_shorter:
@@ -406,7 +410,7 @@ def _match_shorter(
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return one RowKeys for each max_tokens of an old run that is smaller than the plan's.
+    """Return a RowKeys for each max_tokens that old runs had and that is smaller than the plan's.
 
     Such a RowKeys makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these
     keys would be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have
@@ -414,8 +418,8 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
-    needs_several_requests = spec.way is not None  # for one answer
-    if not has_limit or needs_several_requests or plan.second is not None:
+    takes_several_requests = spec.way is not None  # each answer is made with several requests
+    if not has_limit or takes_several_requests or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     keys_of_shorter = []
@@ -458,10 +462,11 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether both plans have the same models, and `plan` asks the second model about every row that `old` did."""
+    """Whether both plans have the same models, and `plan` escalates every row that `old` has escalated."""
     if _identities(plan) != _identities(old):
         return False
-    old_bound = old.spec.escalate_below or 0  # rows with lower margins are asked again
+    # A row is escalated if its margin is below the bound: the second model is asked about it.
+    old_bound = old.spec.escalate_below or 0
     bound = plan.spec.escalate_below or 0
     return old_bound <= bound
 

@@ -116,7 +116,7 @@ def _agreed_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Return the plan in the run's folder. If there is none, make a plan and write it.
+    """Return the plan in the run's folder. If the folder has no plan, make a plan and write it.
 
     Raises OutputHoldsAnotherRun, RunOfAnotherModel or InputChanged if the folder's plan does not fit the submission.
     """
@@ -153,10 +153,10 @@ def _new_plan(
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
-    """Return a plan for a run that has none. The caller writes the plan.
+    """Return a plan for a run that has no plan yet. The caller writes the plan.
 
-    If the run has an order, reuses answers, or has rows that name adapters, this function makes the run's folder. It
-    writes the converted input there, the rows that the run chooses or sorts, and the answers taken from earlier runs.
+    If the run has an order, reuses answers, or has rows that name adapters, this function makes the run's folder. There
+    it writes the converted input, the rows that the run chooses or sorts, and the answers taken from earlier runs.
     """
     if spec.only_new and not submission.reuse:
         raise errors.InvalidJob(
@@ -187,8 +187,8 @@ def _new_plan(
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
     """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write,
-    because producers could forge the records that people see.
+    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write.
+    The records that people see are not used, because producers could forge them.
     """
     if spec.escalate_below is None:
         return None

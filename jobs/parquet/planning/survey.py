@@ -130,7 +130,7 @@ class SurveyWork(RowsTask):
     def requests(self) -> Iterator[Request]:
         """Yield the requests of the rows. A dry run then sends the same requests once more, to time them.
 
-        In the timed batch, each prompt follows a text that is in no cache.
+        The prompts of the timed batch begin with a random text, so that no part of them is in the engine's cache.
         """
         for request in super().requests():
             self._sent.append(request)
@@ -264,8 +264,8 @@ def _check(spec: RunSpec, context: JobContext, *, is_dry: bool) -> None:
     """Raise InvalidJob for a run that cannot be surveyed. is_dry: True for a dry run, False for a preview."""
     if not is_dry and not kind_of(spec).is_tried(spec):
         raise InvalidJob(
-            "a preview shows answers of one prompt a row: not embeddings, lines of openai-batch files, or several "
-            "prompts, of which you can name one; a dry run counts these too"
+            "a preview shows no embeddings, no lines of openai-batch files, and only one prompt for each row: name one "
+            "prompt, or use a dry run, which counts all of these"
         )
     spec.check_values(context.check_sampling)
     spec.admit(context.checks)
@@ -397,7 +397,7 @@ class _Counts:
         """Count equal rows. If nothing is drawn at random, equal rows of all shards share one request."""
         key = self._ask.key_of(row)
         is_deterministic = self._ask.is_deterministic(row)
-        known_request = self._by_key.get(key)  # of equal rows of earlier shards
+        known_request = self._by_key.get(key)  # the request of equal rows in earlier shards
         if known_request is not None and is_deterministic:
             known_request.rows += len(numbers)
             tokens = known_request.tokens
@@ -412,7 +412,7 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        # The very first of equal rows repeats no row. If no request was known, it is one of these rows.
+        # The first of all equal rows repeats no row. It is one of these rows if no earlier shard has an equal row.
         num_first = 1 if known_request is None else 0
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
@@ -475,9 +475,10 @@ def _limit_of(request: Request) -> int:
 
 
 def _with_beginning(request: Request, beginning: str) -> Request:
-    """Return a request that begins with another text, so that no part of its prompt is in the engine's cache.
+    """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
-    A prompt of token ids gets some of its own tokens before it. Embeddings stay as they are, because they use no cache.
+    In a prompt of token ids, some of its own tokens stand in front instead. A request for embeddings stays as it is,
+    because it uses no cache.
     """
     if request.kind not in ("generate", "score"):
         return request
@@ -493,7 +494,7 @@ def _with_beginning(request: Request, beginning: str) -> Request:
 
 
 def _prefixed(content: Any, beginning: str) -> Any:
-    """Return a text, or the parts of a message, with another text before it."""
+    """Return a message's content with `beginning` in front. content: a text, or the parts of a message."""
     if isinstance(content, str):
         return beginning + content
     return [{"type": "text", "text": beginning}, *content]
@@ -511,7 +512,7 @@ def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[Planne
     features = [(1, request.tokens, request.limit, request.rows) for request in ordered]
     columns = np.array(features, np.float64)
     averages = np.maximum(columns.mean(axis=0), 1e-9)
-    # sizes[i]: the size of request i, the sum of its features as multiples of their averages
+    # Each feature is divided by its average over all requests. sizes[i] is the sum for request i.
     sizes = (columns / averages).sum(axis=1)
     # A request of average size is expected to be chosen count / len(ordered) times.
     expected_times = sizes * count / sizes.sum()

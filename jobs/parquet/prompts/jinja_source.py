@@ -33,7 +33,7 @@ _TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 class JinjaSource(PromptSource):
     """A Jinja template over columns, for a text or a chat.
 
-    defaults: the text for null, by column. In a column without a default, the template gets null as `none`.
+    defaults: for each column, the text that stands for null. For a column without a default, the template gets `none`.
     needs_column: whether a template that names no column is refused. control_tokens: see TemplateSource.
     """
 

@@ -72,8 +72,8 @@ class PictureSource(PromptSource):
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield a pair for each row: the values that `prompts` reads, and the row's pictures.
 
-        The pictures are one list for each column of pictures. The keys are the columns' placeholders: random texts.
-        Yield a RowProblem in place of the pair if a value or a picture of the row cannot be read.
+        The pictures are a dict. A key is the placeholder of a column of pictures, and the value is a list of pictures.
+        If a value or a picture of the row cannot be read, a RowProblem is yielded in place of the pair.
         """
         pictures_by_column: dict[str, list[list[Picture] | RowProblem]] = {}
         for column in self._picture_columns:
@@ -202,7 +202,7 @@ def _parts(pictures: Sequence[Picture]) -> Parts:
 
 
 def _text(text: str) -> Parts:
-    """Return the part of a message that holds a text; none for an empty text."""
+    """Return the part of a message that holds a text; no part for an empty text."""
     return [{"type": "text", "text": text}] if text else []
 
 

@@ -91,8 +91,8 @@ class PromptSource(abc.ABC):
 class ColumnSource(PromptSource):
     """Columns whose values are prompts.
 
-    prompt_of: makes a prompt of a row's values, or raises RowProblem. fits: whether a column may have this type.
-    expected: the types that fit, in words for errors.
+    prompt_of: makes a prompt of a row's values, or raises RowProblem. fits: whether a column's type is allowed.
+    expected: the allowed types, in words for errors.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
 
 
 class ChatSource(ColumnSource):
-    """A column of chats. Arrow gives the structs of all rows the same keys, so keys that are null are left out."""
+    """A column of chats. Arrow gives the structs of all rows the same keys, so keys with a null value are left out."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield each row's messages, or its RowProblem."""
@@ -204,8 +204,8 @@ def _chat(messages: Any, *, drops_keys: bool) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: the text for null, by column. control_tokens: texts of tokens that no value may contain. They are not used
-    for a chat, because the engine keeps these tokens out of chats.
+    defaults: for each column, the text that stands for null. control_tokens: the texts of control tokens. Such a text
+    in a value is split, so that the model reads it as plain text. This is not done in a chat, where the engine does it.
     """
 
     def __init__(

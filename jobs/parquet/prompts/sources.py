@@ -56,8 +56,8 @@ _NUMBER_TESTS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 class RowSampling:
     """Reads rows' sampling values from columns. Null stands for the run's value.
 
-    column_by_name: the column of each sampling value that rows have, by the value's name. sampling: the run's values.
-    check: raises InvalidJob for impossible values.
+    column_by_name: the columns of the rows' own values. The keys are the names of the sampling options. sampling: the
+    run's values. check: raises InvalidJob for impossible values.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class RowSampling:
         self._column_by_name = dict(column_by_name)
         self._sampling = dict(sampling)
         self._check_sampling = check
-        # The values that a row's null stands for. Each row's JSON has them, so that rows with equal values have equal
-        # JSON. The seed is left out, because each row gets a seed of its own.
+        # A row gets these values where its own are null. Each row's JSON has them, so that rows with equal values have
+        # equal JSON. The seed is left out, because each row gets a seed of its own.
         self._run_values = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
         self._problem = remember(self._find_problem)
@@ -155,7 +155,9 @@ def _check_values(field: pa.Field, name: str) -> None:
     if not is_number and not may_be_text:
         expected = f"numbers, or another type that holds values of {name}"
         if is_text(inner):
-            expected += " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"
+            expected += (
+                " (for numbers with a decimal comma, submit with decimal=',' or --decimal ,)"
+            )
         raise WrongColumnType(field.name, field.type, expected)
 
 
@@ -290,8 +292,8 @@ def row_source(
 ) -> RowSource:
     """Return the source of a run's rows, which also checks the rows' sampling values. Raises InvalidJob.
 
-    control_tokens: the texts of the served model's control tokens. Values of rows cannot contain these texts unless
-    the run allows them.
+    control_tokens: the texts of the served model's control tokens. Unless the run says otherwise, such a text in a
+    row's value is split, so that the model reads it as plain text.
     """
     if spec.input_format == OPENAI_BATCH:
         return RowSource(LineSource(inline_pictures=spec.inline_pictures))
@@ -302,7 +304,7 @@ def row_source(
         return _step_source(spec, sampling, control_tokens)
 
     chat_options = spec.chat.options
-    prompts = _prompts(spec, _forbidden_tokens(chat_options, control_tokens))
+    prompts = _prompts(spec, _tokens_to_split(chat_options, control_tokens))
     pictures = spec.image_column or ()
     if pictures:
         has_template = spec.template is not None
@@ -331,11 +333,10 @@ def _step_source(
     return RowSource(prompts, sampling, value_columns, prompt_source.written_as_texts)
 
 
-def _forbidden_tokens(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
-    """Return the control tokens that values must not contain."""
-    # By default, the text of a control token in a value is split, so that it is read as plain text.
-    allows_control_tokens = not chat.get(SPLIT_TOKENS, True)
-    return () if allows_control_tokens else control_tokens
+def _tokens_to_split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
+    """Return the control tokens whose texts are split where a value contains them, so that they stay plain text."""
+    splits_tokens = chat.get(SPLIT_TOKENS, True)
+    return control_tokens if splits_tokens else ()
 
 
 def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:
@@ -374,7 +375,7 @@ class StepSource(prompt_source.TemplateSource):
         control_tokens: Collection[str] = (),
     ) -> None:
         step_defaults = {name: defaults[name] for name in step.template.columns if name in defaults}
-        super().__init__(step.template, step_defaults, _forbidden_tokens(step.chat, control_tokens))
+        super().__init__(step.template, step_defaults, _tokens_to_split(step.chat, control_tokens))
         self._name = step.name
         self._reserved_names = reserved_names
 
@@ -394,7 +395,7 @@ class StepSource(prompt_source.TemplateSource):
 
 
 class LineSource(PromptSource):
-    """Lines of a batch file. Each line is JSON, and may be longer than a prompt.
+    """Lines of a batch file. Each line is JSON. The limit of a prompt's length does not hold for a line.
 
     A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: True if every picture
     must be a data: URL already. Then a line that names a path is refused.

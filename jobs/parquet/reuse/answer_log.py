@@ -2,11 +2,12 @@
 
 One format serves the journal of an open shard, the answers that a cascade's first model leaves to the job of the second
 one, and the answers that planning takes from earlier runs. These logs differ only in their paths, and in who removes
-them. The memory of answers within a worker (jobs/context/answers.py) uses the same whole keys.
+them.
 
-A log is a Parquet file. Each record has the number of a row, the row's whole key and a hash of its model (both as
-jobs.parquet.asks.row_keys makes them), and either the columns of an answer or the progress of a row under way. The
-footer has FORMAT, the shard that the log belongs to, and the number of records. Pages have checksums.
+A log is a Parquet file. Each record has the number of a row, a key and a hash of a model, and either the columns of an
+answer or the progress of a row under way. The key is a hash of what the row asks and of the model that answers; see
+jobs/parquet/asks/row_keys.py. The footer has FORMAT, the shard that the log belongs to, and the number of records.
+Pages have checksums.
 """
 
 import json
@@ -105,7 +106,7 @@ def answer_records(
     sources: Sequence[str],
     answers: pa.RecordBatch,
 ) -> pa.RecordBatch:
-    """Return the records of a log, made of answers in Arrow columns.
+    """Return records for a log. answers: a column for each field of an answer.
 
     rows: the row of each answer. keys: hashes of what each row asked and of the model that answered. model_hashes:
     hashes of the models that answered. sources: the names of the rows in earlier runs.
@@ -148,8 +149,8 @@ def open_log(
 class AnswerLog:
     """Writes and reads the logs of one shard.
 
-    owner: see `log_owner`. keys: the keys of the shard's rows, which do not cover the model. fields: the columns of the
-    shard's answers.
+    owner: what identifies the shard, as `log_owner` returns it. keys: the keys of the shard's rows, which do not cover
+    the model. fields: the columns of the shard's answers.
     """
 
     owner: list[Any]
@@ -191,7 +192,7 @@ class AnswerLog:
         return records
 
     def read_if_whole(self, storage: Storage, path: str) -> list[Record]:
-        """Return a log's records; none if the log cannot be read. The caller computes the rows that have no record."""
+        """Return a log's records; [] if the log cannot be read. The caller computes the rows that have no record."""
         try:
             return self.read(storage, path)
         except (OSError, RunError) as error:
@@ -275,7 +276,7 @@ def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
 
 
 def _holds_structs(kind: pa.DataType) -> bool:
-    """Whether values are lists of structs, at any depth."""
+    """Whether values are lists of structs, or lists of such lists."""
     if not pa.types.is_list(kind):
         return False
     while pa.types.is_list(kind):

@@ -4,9 +4,9 @@ Each part has a file of keys. All its numbers are little-endian. The file has, i
 - a digest of the run, the shard and all that follows
 - the number of models that answered, in 64 bits
 - hashes of these models (`model_mark` of jobs.parquet.asks.row_keys)
-- each row's whole key
+- for each row, a key: a hash of what the row asked and of the model that answered it
 
-A shard without a part may have logs of answers (answer_log.py). The records of a log have whole keys too.
+A shard without a part may have logs of answers (answer_log.py). The records of a log have such keys too.
 """
 
 import os
@@ -68,8 +68,8 @@ def write_keys(
 ) -> None:
     """Write the file of a part's keys, unless the file exists.
 
-    keys: for each row, its whole key, a hash of what it asked and of the model that answered; zeros for a row without
-    an answer. model_hashes: for each row, a hash of the model that answered it.
+    keys: for each row, a hash of what it asked and of the model that answered; zeros for a row without an answer.
+    model_hashes: for each row, a hash of the model that answered it.
     """
     distinct_hashes = np.unique(model_hashes, axis=0)
     packed_count = len(distinct_hashes).to_bytes(_COUNT_BYTES, "little")
@@ -127,7 +127,8 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index of known keys. It takes at most 32 bytes for each known key.
 
-    all: the known keys. A key of zeros is never found. num_known: how many keys can be found.
+    all: the known keys. A row without an answer has a key of zeros, which is never found. num_known: how many keys can
+    be found.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -149,7 +150,7 @@ class KnownKeys:
 
         Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
-        # The known keys whose first half is that of keys[i] are self._order[lows[i]:highs[i]].
+        # self._order[lows[i]:highs[i]]: the indices of the known keys that have the same first half as keys[i]
         first_halves = np.ascontiguousarray(keys[:, 0])
         second_halves = keys[:, 1]
         lows = np.searchsorted(self._first_halves, first_halves, "left")
@@ -191,8 +192,8 @@ _ANSWERS = re.compile(r"_(?:kept\.)?(?P<shard>\d{5,9})\.(?:.*\.)?answers\b", re.
 class ReusedRun:
     """What a new run has taken from an old one.
 
-    rows: how many rows were taken. passed_over: files that could not be read, and why. differs: what the old run asked
-    differently; empty if the new run has taken at least half of the answers that it could take.
+    rows: how many rows got an answer from it. passed_over: files that could not be read, and why. differs: what the old
+    run asked differently; empty if the new run has taken at least half of the answers that it could take.
     """
 
     output: str
@@ -215,8 +216,8 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the index of the shard's first row among all old rows. reused: what the new run has taken from the shard's
-    run. logs: the paths of the shard's logs of answers; empty if the shard has a part.
+    first: the index of the shard's first row among all old rows. reused: what the new run has taken from this old run.
+    logs: the paths of the shard's logs of answers; empty if the shard has a part.
     """
 
     plan: Plan
@@ -393,7 +394,7 @@ class OldRuns:
                 wanted_rows = batch.take(pa.array(indices_in_batch))
                 is_good = np.asarray(wanted_rows.column(f"{prefix}error").is_null())
                 for name in cut_columns:
-                    is_good &= _is_whole(wanted_rows.column(name))
+                    is_good &= _is_uncut(wanted_rows.column(name))
                 values = wanted_rows.select(answer_schema.names).columns
                 answers = pa.RecordBatch.from_arrays(values, schema=schema)  # without the prefix
                 yield first + indices_in_range[is_good], answers.filter(pa.array(is_good))
@@ -427,9 +428,9 @@ class OldRuns:
 def _answers_in_log(
     path: str, file: TableReading, num_rows: int
 ) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
-    """Yield the rows, the whole keys (see row_keys.py) and the answers of a log, batch by batch.
+    """Yield the rows, the keys and the answers of a log, batch by batch.
 
-    num_rows: how many rows the shard has.
+    A key is a hash of what a row asked and of the model that answered it. num_rows: how many rows the shard has.
     """
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
@@ -466,7 +467,7 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
 
 
 def _indices_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Find the wanted row numbers in `rows`. Return the indices in `rows` and in `wanted` of those that are found.
+    """Find wanted row numbers in `rows`. Return the index in `rows` and the index in `wanted` of each number found.
 
     A wanted row that is not in `rows` is left out, so that no row gets the answer of another row.
     """
@@ -497,7 +498,9 @@ def _reason_to_take_none(old: Plan, new: Plan) -> str | None:
             f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
         )
     if old.spec.prompts:
-        return "its rows have several prompts, and its smaller max_model_len may have cut the answer to each"
+        return (
+            "its rows have several prompts, and its smaller max_model_len may have cut some answers"
+        )
     return None
 
 
@@ -516,8 +519,8 @@ def _columns_of_cuts(spec: RunSpec) -> tuple[str, ...]:
 _CUT_CHOICE = '"finish_reason": "length"'
 
 
-def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all its answers are whole. column: finish reasons, lists of these, or responses."""
+def _is_uncut(column: pa.Array) -> npt.NDArray[np.bool_]:
+    """Return for each row whether none of its answers was cut. column: finish reasons, lists of these, or responses."""
     return np.array([not _is_cut(value) for value in column.to_pylist()], bool)
 
 

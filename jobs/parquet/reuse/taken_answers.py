@@ -25,8 +25,8 @@ from jobs.runs.plans.plan import Plan
 def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets) -> None:
     """Write the logs of all shards for which answers were taken.
 
-    ask_name: a hash of what the run asks; see RowKeys.name. buckets: the records of the answers, with the rows' numbers
-    in the run. A log has the rows' numbers in its shard.
+    ask_name: a hash of what the run asks; see RowKeys.name. buckets: the records of the answers, where a row has its
+    number in the run. In a log, a row has its number in the shard.
     """
     first_rows = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     storage.make_folder(os.path.dirname(plan.reused_path(0)))
@@ -74,7 +74,7 @@ def taken_answers(storage: Storage, plan: Plan, shard: int, log: AnswerLog) -> l
 
 
 def _kept_path(plan: Plan, shard: int) -> str:
-    """Return the path of the log in which the first model's answers are kept."""
+    """Return the path of the log that keeps the answers of a cascade's first model."""
     return os.path.join(plan.spec.output, JOURNAL, f"_kept.{shard:05d}.answers")
 
 

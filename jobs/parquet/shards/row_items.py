@@ -70,7 +70,7 @@ def _entries(
     The entries are sorted by their rows. begin: returns the item of a row; its second argument is the row's index in
     `rows`. memo_keys: see row_runner.
     """
-    # The entries of the rows for which `is_greedy` holds. Equal rows of this kind get the same answer from one entry.
+    # The entries of deterministic rows. Equal rows of this kind share one entry, and so get the same answer.
     shared_entries: dict[Row, Entry[Answer]] = {}
     rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):

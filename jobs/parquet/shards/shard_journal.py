@@ -1,9 +1,9 @@
 """The journal of an open shard. It has the rows' answers and progress so far, for the shard's next execution.
 
 The journal is a few logs (jobs/parquet/reuse/answer_log.py). An execution makes an entry every few seconds. Each entry
-adds a log with the answers since the last entry. Each entry also adds a log with the progress of rows under way, which
-replaces the execution's earlier log of progress. Planning makes the folder of the logs, and the run's end removes the
-folder. So an execution that was frozen until after the end finds no folder.
+adds a log with the answers since the last entry. Each entry also writes the progress of the rows under way into a new
+log, and removes the execution's earlier log of progress. Planning makes the folder of the logs, and the run's end
+removes the folder. So an execution that is frozen until after the run's end finds no folder, and leaves no logs behind.
 """
 
 import os
@@ -38,7 +38,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. If there are two records of a row, the one that shows more progress is kept."""
+        """Add a record. If a row has two records, the record with more progress is kept."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:
@@ -85,7 +85,7 @@ class ShardJournal:
         return journalled
 
     def keep(self, runner: ItemRunner[Answer], tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes an entry, in any thread; None if there is nothing to write. See OpenTask."""
+        """Return a function that writes an entry, and that any thread may call; None if there is nothing to write."""
         answered = runner.answered[self._num_written :]
         under_way = runner.under_way(tokens)
         if not answered and not under_way:

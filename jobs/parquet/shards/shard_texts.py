@@ -71,7 +71,7 @@ class ShardTexts:
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, setting, self._remedy)
 
     def take_rows(self) -> list[Row | RowProblem]:
-        """Return the rows, once all are added. They then belong to the caller, and this object holds none."""
+        """Return the rows, once all rows are added. This object then holds no rows any more."""
         rows = self.rows
         self.rows = []
         self._first_of_equal = {}

@@ -128,7 +128,7 @@ class ShardWork(RowsTask):
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes an entry of the journal, and then reads the run's deadline again.
 
-        Returns None if there is nothing to write and no row is left to begin, because a deadline only stops such rows.
+        Returns None if there is nothing to write and all rows have begun. The deadline matters only to other rows.
         """
         if self._journal is None:
             return None
@@ -145,8 +145,11 @@ class ShardWork(RowsTask):
         return write_and_read
 
     def result(self) -> dict[str, Any]:
-        """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError."""
-        num_escalated = self._escalate()  # if the second model is asked, its job writes the part
+        """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError.
+
+        If a cascade's second model is to be asked, its job does all this later.
+        """
+        num_escalated = self._escalate()
         stats = None
         if self.runner is not None and not num_escalated:
             stats = self._publish(self.runner)
@@ -221,7 +224,8 @@ class ShardWork(RowsTask):
     def _records_to_keep(self, answers: Sequence[Answer]) -> list[Record]:
         """Return a record of each answer that the second model's job keeps. That job asks the other rows again.
 
-        The first model's answers with a low margin are not kept. An error has no margin, and is kept.
+        The first model's answers with a low margin are not kept. An error has no margin, and is kept. An answer that
+        another model gave in an earlier run is also kept.
         """
         first_model_hash = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
@@ -376,7 +380,7 @@ class ShardWork(RowsTask):
         return texts
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
-        """Return the records of the answers that planning has taken, or that the first model's job has kept."""
+        """Return records of the answers that planning took from earlier runs, or that the first model's job kept."""
         storage = self._folder.storage
         plan = self._folder.plan
         if not self._is_second:
@@ -409,8 +413,8 @@ class ShardWork(RowsTask):
             with unchanged(storage, plan, file):
                 return RowReader(storage, plan.rows_path(file), shard, columns)
 
-        # `unchanged` ends before the reader is given back. If `unchanged` raises, the reader is closed. So no other
-        # shard gets rows of a file that has changed.
+        # The `unchanged` block ends before the borrowed reader goes back. If `unchanged` raises, the reader is closed.
+        # So no other shard gets rows of a file that has changed.
         with (
             self._context.files.reader(key, shard, open_reader) as reader,
             unchanged(storage, plan, file),

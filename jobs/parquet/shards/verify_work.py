@@ -67,7 +67,8 @@ class VerifyWork(RowsTask):
             )
         self._columns = []
         for field in kind_of(spec).fields(spec, embedding_size=0):
-            # Log probabilities of tokens and probabilities of labels are in structs or maps. Arrow's maps hold structs.
+            # Log probabilities of tokens and probabilities of labels are not compared. They are in structs, or in maps,
+            # whose entries are structs in Arrow.
             has_structs = holds(field.type, pa.types.is_struct)
             if field.name not in _NOT_COMPARED and not has_structs:
                 self._columns.append(field.name)
@@ -137,7 +138,7 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Add a shard's recorded rows to the texts. Rows that cannot be compared are removed from `_recorded`.
 
-        start: the number of the shard's first row. keys: see _make_runner.
+        start: the number of the shard's first row. keys: by row, the key that the run has recorded.
         """
         assert self._texts is not None
         for number, row in enumerate(rows, start):
@@ -194,7 +195,7 @@ class VerifyWork(RowsTask):
 
 
 def _recorded_keys(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the whole keys of a shard's rows, by row. A whole key also covers the model that answered the row.
+    """Return, by row, the keys that a run has recorded. Such a key also covers the model that answered the row.
 
     Returns {} if the run's model has answered all rows of the shard. rows: the rows that are wanted. Rows of other
     shards are left out, and so are rows without a key.
@@ -237,5 +238,5 @@ def sampled_rows(sample: str, seed: str, total: int, max_rows: int) -> set[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as Parquet gives it back."""
+    """Return a value as it is read from Parquet, which has lists in place of tuples."""
     return list(value) if isinstance(value, tuple) else value

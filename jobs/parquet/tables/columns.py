@@ -141,8 +141,8 @@ def with_added_values(
 ) -> pa.RecordBatch:
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
-    if len(schema) == batch.num_columns:
-        return batch  # a batch without columns has a number of rows, which a new batch would lose
+    if len(schema) == batch.num_columns:  # no column is added
+        return batch  # a new batch without columns would lose the number of rows
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
         if column.name not in batch.schema.names:
@@ -326,7 +326,7 @@ def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
-    """Return an iterator over each row's value, or its RowProblem. A small column is converted at once."""
+    """Return an iterator over each row's value, or its RowProblem. A small column is converted in one call."""
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         with suppress(*_NO_PYTHON_VALUE):
             return iter(column.to_pylist())

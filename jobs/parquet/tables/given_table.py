@@ -64,7 +64,10 @@ def _arrow_table(source: Any) -> pa.Table:
 
 
 def _reason(source: Any, error: Exception) -> str:
-    """Return why a table has no form in Arrow. An error of polars' does not name the column, so each one is tried."""
+    """Return why a table has no form in Arrow.
+
+    The errors of polars do not name the column. So each column is tried by itself.
+    """
     text = str(error)[:200]
     if type(source).__module__.partition(".")[0] != "polars":
         return text
@@ -86,9 +89,10 @@ def _as_table(source: Any) -> pa.Table:
         raise InvalidJob("a Series is a column, and no table: give it as series.to_frame()")
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
-    # `to_arrow` of a polars DataFrame gives plain columns of text, not columns of views. A LazyFrame has `collect`.
+    # `to_arrow` of a polars DataFrame gives plain columns of text, not columns of views.
     if package == "polars" and hasattr(source, "to_arrow"):
         source = source.to_arrow()
+    # Only a LazyFrame has `collect`.
     if package == "polars" and hasattr(source, "collect"):
         raise InvalidJob(
             "a LazyFrame is no table yet: give it as frame.collect(), or its files themselves"

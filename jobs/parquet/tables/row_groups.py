@@ -85,7 +85,7 @@ def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     return (batch.slice(start, piece_rows) for start in range(0, batch.num_rows, piece_rows))
 
 
-#: The fewest rows of a bucket.
+#: The fewest places that belong to a bucket.
 BUCKET_ROWS = 1 << 12
 MAX_BUCKETS = 256
 #: Rows are collected until they are more than this many rows or bytes, and are then written to the buckets' files.
@@ -101,13 +101,13 @@ class RowBuckets(ExitStack):
     """Takes rows in any order, and yields the rows in the order of their places. Use it in a `with` block.
 
     A place is a number that the caller gives a row. A bucket is a file of rows whose places are near each other.
-    rows: the highest possible place, plus one.
+    num_places: all places are from 0 to `num_places` - 1.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, num_places: int) -> None:
         super().__init__()
         #: How many places belong to one bucket. A place is the number by which a row is sorted.
-        self._bucket_rows = max(BUCKET_ROWS, math.ceil(rows / MAX_BUCKETS))
+        self._places_per_bucket = max(BUCKET_ROWS, math.ceil(num_places / MAX_BUCKETS))
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = 0
         self._waiting_bytes = 0
@@ -144,7 +144,7 @@ class RowBuckets(ExitStack):
         self._waiting_rows = 0
         self._waiting_bytes = 0
         # buckets[i]: the number of the bucket of row i
-        buckets = table[_PLACE.name].to_numpy() // self._bucket_rows
+        buckets = table[_PLACE.name].to_numpy() // self._places_per_bucket
         for bucket in map(int, np.unique(buckets)):
             if bucket not in self._streams:
                 path = os.path.join(self._folder, str(bucket))

@@ -91,12 +91,14 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
         rows_to_skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        most_row_bytes = 1.0  # the highest average of the bytes of a row in any of these row groups
-        for group in map(file.metadata.row_group, groups):
-            row_bytes = group.total_byte_size / max(1, group.num_rows)
-            most_row_bytes = max(most_row_bytes, row_bytes)
-        rows_in_group_bytes = int(GROUP_BYTES / most_row_bytes)
-        batch_rows = max(1, min(question["rows"], rows_in_group_bytes))
+        # The row group whose rows are largest on average decides how many rows a batch may have.
+        max_row_bytes = 1.0
+        for number in groups:
+            group = file.metadata.row_group(number)
+            average_row_bytes = group.total_byte_size / max(1, group.num_rows)
+            max_row_bytes = max(max_row_bytes, average_row_bytes)
+        rows_that_fit = int(GROUP_BYTES / max_row_bytes)
+        batch_rows = max(1, min(question["rows"], rows_that_fit))
         batches = file.iter_batches(
             batch_rows, row_groups=groups, columns=columns, use_threads=False
         )

@@ -1,6 +1,6 @@
 """Reads files that are not trusted, in child processes. A child gets bytes from the worker, and returns Arrow batches.
 
-A RowReader gives an input file's rows in order, a shard's worth at a time.
+A RowReader gives the rows of an input file in order, shard by shard.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -102,7 +102,7 @@ def read_schema(packed_schema: bytes | bytearray) -> pa.Schema:
 
 
 class TableReading:
-    """One pass over a file, from a row group to the end. Raises the errors of look_at.
+    """Reads a file once, from a row group to the end. Raises the errors of look_at.
 
     schema: the schema of the whole file. batches: an iterator over its rows, with the chosen columns.
     A child that was killed is replaced once. A child that takes too much memory is asked for fewer rows at a time.
@@ -115,7 +115,7 @@ class TableReading:
         self.schema: pa.Schema = next(self.batches)  # the schema comes before the batches
 
     def close(self) -> None:
-        """End the pass, so that the child process can serve another one."""
+        """Stop reading, so that the child process can serve another reader."""
         self.batches.close()
 
 
@@ -125,7 +125,7 @@ def _read(
     """Yield a file's schema, then its batches. If a child fails, a new child goes on; see TableReading."""
     schema = None
     rows_done = 0
-    batch_rows = list(BATCH_ROWS)  # the first number is in use, the others are for later tries
+    batch_rows = list(BATCH_ROWS)  # the first number is used, and is removed for the next try
     was_replaced = False
     share: float = CHILD_SHARE  # how much memory the child may take, see open_table
     while True:  # for each child, until a child comes to the file's end
@@ -185,7 +185,7 @@ def open_table(
     limits = Limits(LIMIT_S, max_bytes)
     stack = ExitStack()
 
-    # `source`, `size` and `child` are set below, before `ask` is lent.
+    # The next two functions use `source`, `size` and `child`, which are set below.
     def fetch(wanted: Mapping[str, Any]) -> bytes:
         """Read the bytes that the child asks for."""
         storage.check_interrupted()
@@ -221,7 +221,7 @@ SHARD_TIMES = 16
 
 
 class RowReader(TableReading):
-    """One pass over a file, from the first row group of a shard to the end.
+    """Reads a file once, from the first row group of a shard to the end.
 
     Reading cannot begin in the middle of a Parquet row group. So a reader is kept for the shards that follow. It goes
     on where the last shard ended, so that each row is decoded once.
@@ -239,7 +239,7 @@ class RowReader(TableReading):
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
-        """Whether this reader is not past the shard's first row, and is as near to it as a new reader, or nearer."""
+        """Whether this reader can still read the shard, and reaches it no later than a new reader would."""
         start_of_new_reader = shard.start - shard.skip
         return start_of_new_reader <= self.next_row <= shard.start
 

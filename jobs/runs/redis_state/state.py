@@ -150,7 +150,7 @@ class PartCount:
         return cls(done=length - 1, total=int(total), failed=failed)
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_parts(self) -> bool:
         """Whether each shard has a part."""
         return self.total is not None and self.done >= self.total
 
@@ -349,17 +349,23 @@ class RunState:
         """Whether the last submission was cancelled or stopped."""
         return bool(self.connection.hexists(self._key, "cancelled"))
 
-    def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> Verdict | None:
+    def judge(self, *, has_all_parts: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        Rows that were not asked before the deadline do not count.
-        is_whole: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were recorded
-        since the submission.
-        client: used for reading, such as a pipeline that watches the run; by default the connection.
+        <<<<<<< HEAD
+                Rows that were not asked before the deadline do not count.
+                is_whole: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were recorded
+                since the submission.
+        =======
+                The parts recorded since the submission are judged. Rows that were not asked before the deadline do not count.
+                has_all_parts: whether every shard has a part. Then all parts are judged, so that the order in which they came
+                does not matter.
+        >>>>>>> d2
+                client: used for reading, such as a pipeline that watches the run; by default the connection.
         """
         if client is None:
             client = self.connection
-        if is_whole:
+        if has_all_parts:
             totals: Any = client.hmget(self._key, "total_rows", "total_errors", "total_expired")
             rows, errors, expired = map(_number, totals)
             rows -= expired
@@ -372,7 +378,7 @@ class RunState:
         limit_text = stored.text(limit_bytes) if limit_bytes else None
         limit = ErrorLimit.from_stored(limit_text)
         # A limit that a person set counts for runs of any size. The default limit stops no small run.
-        judges_few = is_whole and limit != DEFAULT_LIMIT
+        judges_few = has_all_parts and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None

@@ -70,16 +70,21 @@ class ErrorLimit:
         return DEFAULT_LIMIT
 
     def excess(
-        self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
+        self, rows: int, errors: int, has_ended: bool = False, *, judges_few: bool = False
     ) -> str | None:
         """Return why a run with too many errors must stop, as a sentence; None if the limit allows the errors.
 
-        rows, errors: how many rows are judged, and how many of them have an error.
-        is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
-        judges_few: whether a limit such as "5%" already holds for fewer than MIN_JUDGED_ROWS rows.
+                rows, errors: how many rows are judged, and how many of them have an error.
+        <<<<<<< HEAD
+                is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
+                judges_few: whether a limit such as "5%" already holds for fewer than MIN_JUDGED_ROWS rows.
+        =======
+                has_ended: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
+                judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
+        >>>>>>> d2
         """
         has_only_errors = rows > 0 and errors == rows
-        if is_whole and has_only_errors and self.share != 1:
+        if has_ended and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is not 100%: look at column `error`"
         max_errors: float | None
         if self.share is None:

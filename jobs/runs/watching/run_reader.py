@@ -322,7 +322,7 @@ class RunReader:
         num_expired = self.counts["expired"]
         asked_rows = self.counts["rows"] - num_expired
         asked_errors = self.counts["errors"] - num_expired
-        return limit.excess(asked_rows, asked_errors, is_whole=self.is_finished)
+        return limit.excess(asked_rows, asked_errors, has_ended=self.is_finished)
 
     def _rates(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None

@@ -73,7 +73,7 @@ def test_numbers_with_a_decimal_comma_are_read_where_the_run_says_so(
     asked, _ = run(columns, source=source, delimiter=";", decimal=",", sampling={"temperature": 0})
     values = [(each.sampling.get("max_tokens"), each.sampling["temperature"]) for each in asked]
     assert values == [(5, 0.7), (None, 0), (1, 1.5)]
-    with pytest.raises(WrongColumnType, match="need decimal ',': --decimal ,"):
+    with pytest.raises(WrongColumnType, match="submit with decimal=',' or --decimal ,"):
         run(columns, source=source, output=tmp_path / "other", delimiter=";")
 
 
