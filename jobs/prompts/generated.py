@@ -295,11 +295,11 @@ def _repaired_chat(request: Request, answer: str, repair_text: str) -> Request:
 
 
 def _repaired_prompt(request: Request, repair_text: str) -> Request:
-    """Return a prompt followed by a text. text_behind: the prompt's answer, and words that ask for another answer."""
+    """Return a prompt followed by a text. appended_text: the prompt's answer, and words that ask for another answer."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):
-        return replace(request, prompt=f"{request.prompt}{text_behind}")
-    return replace(request, prompt=[*request.prompt, {"type": "text", "text": text_behind}])
+        return replace(request, prompt=f"{request.prompt}{appended_text}")
+    return replace(request, prompt=[*request.prompt, {"type": "text", "text": appended_text}])
 
 
 def _later_sampling(request: Request) -> dict[str, Any]:
