@@ -294,7 +294,7 @@ def _repaired_chat(request: Request, answer: str, repair_text: str) -> Request:
     return replace(request, messages=[*request.messages, *turns])
 
 
-def _repaired_prompt(request: Request, repair_text: str) -> Request:
+def _repaired_prompt(request: Request, appended_text: str) -> Request:
     """Return a prompt followed by a text. appended_text: the prompt's answer, and words that ask for another answer."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):
