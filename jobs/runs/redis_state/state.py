@@ -352,16 +352,10 @@ class RunState:
     def judge(self, *, has_all_parts: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        <<<<<<< HEAD
-                Rows that were not asked before the deadline do not count.
-                is_whole: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were recorded
-                since the submission.
-        =======
-                The parts recorded since the submission are judged. Rows that were not asked before the deadline do not count.
-                has_all_parts: whether every shard has a part. Then all parts are judged, so that the order in which they came
-                does not matter.
-        >>>>>>> d2
-                client: used for reading, such as a pipeline that watches the run; by default the connection.
+        Rows that were not asked before the deadline do not count.
+        has_all_parts: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were
+        recorded since the submission.
+        client: used for reading, such as a pipeline that watches the run; by default the connection.
         """
         if client is None:
             client = self.connection

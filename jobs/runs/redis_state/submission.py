@@ -74,14 +74,9 @@ class ErrorLimit:
     ) -> str | None:
         """Return why a run with too many errors must stop, as a sentence; None if the limit allows the errors.
 
-                rows, errors: how many rows are judged, and how many of them have an error.
-        <<<<<<< HEAD
-                is_whole: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
-                judges_few: whether a limit such as "5%" already holds for fewer than MIN_JUDGED_ROWS rows.
-        =======
-                has_ended: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
-                judges_few: whether a share is also judged before MIN_JUDGED_ROWS rows are finished.
-        >>>>>>> d2
+        rows, errors: how many rows are judged, and how many of them have an error.
+        has_ended: whether the run has ended. Then at least one row must have no error, unless the limit is 100%.
+        judges_few: whether a limit such as "5%" already holds for fewer than MIN_JUDGED_ROWS rows.
         """
         has_only_errors = rows > 0 and errors == rows
         if has_ended and has_only_errors and self.share != 1:
