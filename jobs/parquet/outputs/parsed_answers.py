@@ -26,6 +26,7 @@ _ARROW = {
     schema_types.INTEGER: pa.int64(),
     schema_types.NUMBER: pa.float64(),
     schema_types.STRING: pa.string(),
+    schema_types.NUMBER_OR_TEXT: pa.string(),
     schema_types.BOOLEAN: pa.bool_(),
     schema_types.DATE: pa.date32(),
     schema_types.TIME_STAMP: pa.timestamp("us", "UTC"),
@@ -162,8 +163,10 @@ def _inner(kind: ValueType, value: Any, path: str) -> Any:
     return _value(kind.item, value, path)
 
 
-def _number(type_name: str, value: float) -> float | int | None:
-    """Return a number as the float or int that a type asks for; None if the type has no such number."""
+def _number(type_name: str, value: float) -> float | int | str | None:
+    """Return a number as the float, int or text that a type asks for; None if the type has no such number."""
+    if type_name == schema_types.NUMBER_OR_TEXT:
+        return json.dumps(value)
     if type_name == schema_types.NUMBER:
         try:
             return float(value)
@@ -178,7 +181,7 @@ def _number(type_name: str, value: float) -> float | int | None:
 
 def _from_text(type_name: str, text: str) -> Any:
     """Return a text as a value of a type: the text itself, a date or a time. Return None if it is no such value."""
-    if type_name == schema_types.STRING:
+    if type_name in (schema_types.STRING, schema_types.NUMBER_OR_TEXT):
         return text
     try:
         if type_name == schema_types.DATE:

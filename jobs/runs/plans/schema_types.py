@@ -19,6 +19,8 @@ MAX_DEPTH = 50
 INTEGER = "integer"
 NUMBER = "number"
 STRING = "string"
+#: A value that is a number or a text, as Pydantic describes a `Decimal`. Its column holds texts.
+NUMBER_OR_TEXT = "number or text"
 BOOLEAN = "boolean"
 DATE = "date"
 TIME_STAMP = "date-time"
@@ -189,6 +191,8 @@ def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
         other = replace(value_type, is_nullable=is_nullable)
         if {common.kind, other.kind} == {INTEGER, NUMBER}:
             common = replace(common, kind=NUMBER)
+        elif {common.kind, other.kind} == {NUMBER, STRING}:
+            common = replace(common, kind=NUMBER_OR_TEXT)
         elif common != other:
             kinds = common.kind
             if other.kind != common.kind:

@@ -5,6 +5,7 @@ import datetime
 import enum
 import json
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,11 @@ class Review(pydantic.BaseModel):
     rough: int | float
 
 
+class Bill(pydantic.BaseModel):
+    total: Decimal
+    tip: Decimal | None
+
+
 class Stars(pydantic.BaseModel):
     stars: int
 
@@ -88,6 +94,17 @@ def test_a_class_gives_structs_lists_maps_and_dates() -> None:
     assert value["authors"][0] == {"name": "Ä", "born": datetime.date(1987, 3, 3)}
     assert value["at"] == datetime.datetime(2026, 11, 29, 9, tzinfo=datetime.UTC)
     assert value["counts"] == [("x", 1)]
+
+
+def test_a_decimal_is_a_text_whether_the_model_wrote_a_number_or_a_text() -> None:
+    kind = type_of_schema(json_schema_of(Bill))
+    assert arrow_type(kind) == pa.struct([("total", pa.string()), ("tip", pa.string())])
+    values = [
+        parsed_text(kind, answer).value
+        for answer in ('{"total": 19.9, "tip": null}', '{"total": "19.90", "tip": 2}')
+    ]
+    assert values == [{"total": "19.9", "tip": None}, {"total": "19.90", "tip": "2"}]
+    assert parsed_text(kind, '{"total": true, "tip": null}').value is None
 
 
 @pytest.mark.parametrize(
