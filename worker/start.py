@@ -113,7 +113,7 @@ def load_parts() -> None:
             importlib.import_module(name)
         import pyarrow
 
-        # When pyarrow makes its first array, it looks for pandas and imports it. So it makes one here.
+        # pyarrow imports pandas, if it is installed, when the first array is made. This array makes it happen now.
         pyarrow.array([None])
     except ImportError as error:
         raise StartupError(

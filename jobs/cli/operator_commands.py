@@ -356,7 +356,8 @@ def _names(names: list[str]) -> str:
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 #: Roles with rules of their own in Redis.
-_ROLES: dict[str, Role] = {"worker": "worker", "dashboard": "dashboard"}
+#: Roles whose Redis users have rules of their own. All other roles have a producer's rules.
+_ROLES_WITH_RULES: dict[str, Role] = {"worker": "worker", "dashboard": "dashboard"}
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
@@ -433,4 +434,4 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
         return
     with server.client:
         yield from check_server(server)
-        yield from check_permissions(server, _ROLES.get(role, "producer"))
+        yield from check_permissions(server, _ROLES_WITH_RULES.get(role, "producer"))

@@ -112,11 +112,15 @@ class Lines:
             speed = speed_text(snapshot)
             if speed:
                 line += f", {speed}"
-        self.warn(line)
+        self._print(line)
 
     def warn(self, text: str) -> None:
+        """Print a line that is no progress."""
+        self._print(text)
+
+    def _print(self, line: str) -> None:
         """Print a line."""
-        print(text, file=self._file, flush=True)
+        print(line, file=self._file, flush=True)
 
     def close(self) -> None:
         """Do nothing. Only a Bar, which may be used in place of Lines, needs to be closed."""

@@ -166,7 +166,7 @@ def _asked_until_accepted(
             prompt = replace(prompt, sampling=_sampling_of(original, attempt + 1))
             prompt = _repaired(prompt, repairs, problem, control_tokens, answer=completion.text)
         sent = prompt
-    return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
+    return PromptAnswer([tally.as_sample()], [tally.num_generated], attempt, problem)
 
 
 class _Tally:
@@ -206,7 +206,7 @@ class _Tally:
         self._logprobs += completion.logprobs or ()
         self.answer = completion
 
-    def sample(self) -> Completion:
+    def as_sample(self) -> Completion:
         """Return the answer, with the counts of all attempts. The values about the prompt are the first attempt's."""
         assert self._first is not None
         answer = self._first if self.answer is None else self.answer

@@ -70,7 +70,7 @@ def _notify_shard_failed(state: RunState, shard: int, error: str) -> None:
     if not count.has_all_parts:  # some shards have no part
         notify_if_rest_failed(state, count, last_error=error)
     elif "finished" not in state.facts():
-        reason = f"all {count.total} parts are written, but the run did not finish: {error}"
+        reason = f"every part is written, but the run did not finish: {error}"
         enqueue_notices(state, state.submission(), "failed", reason)
 
 
@@ -205,7 +205,8 @@ def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None
         if reason is not None:
             outcome = "failed"
     if outcome == "finished" and expired:
-        reason = f"{expired} rows were not begun before the deadline"
+        rows_were = "row was" if expired == 1 else "rows were"
+        reason = f"{expired} {rows_were} not begun before the deadline"
         outcome = "expired"
     return {
         "run": run,

@@ -178,8 +178,8 @@ class JobEnds:
             self._call_back(job, outcome, error)
             return
         # A failed or stopped job has an error text in place of a value. `_packed` leaves the text as it is.
-        has_no_value = outcome.status != "finished"
-        if has_no_value or (job.is_ours and is_small(outcome.value)):
+        has_error_text = outcome.status != "finished"
+        if has_error_text or (job.is_ours and is_small(outcome.value)):
             try:
                 self._write(job, self._packed(outcome, known_small=True))
             except ResultTooLarge as too_large:

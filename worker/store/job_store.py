@@ -289,7 +289,8 @@ class JobStore:
             is_recorded = step.kept_s != 0
             ttl_without_record = "0"  # deletes the job
         else:
-            is_recorded = self._keeping.records_failures or result_type is not Result.Type.FAILED
+            # A job that has asked for a retry once too often is recorded even if failures are not.
+            is_recorded = self._keeping.records_failures or outcome.returned_retry is not None
             ttl_without_record = ""  # leaves the job's time to live as it is
         if not is_recorded:
             return Call("finish", {**args, "score": "", "ttl": ttl_without_record})

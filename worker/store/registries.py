@@ -71,7 +71,7 @@ class Registries:
                 self._client.srem(key, *gone)
 
     def _drop_journals(self) -> None:
-        """Drop the journals of jobs that were deleted or cancelled while no worker held them."""
+        """Drop the journals (see JOURNALS_KEY) of jobs that were deleted or cancelled while no worker held them."""
         job_ids: Any = self._client.smembers(JOURNALS_KEY)
         for job_id in job_ids:
             journal = journal_key(job_id.decode())

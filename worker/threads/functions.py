@@ -30,8 +30,10 @@ class FunctionPool:
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
-        self._stuck: set[threading.Thread] = set()  # given up, but still running
-        self._relieved: set[threading.Thread] = set()  # replaced; each ends after its call
+        # Threads whose calls were reported as ended, but still run; see `give_up_stuck`.
+        self._stuck: set[threading.Thread] = set()
+        # Threads whose calls are slow, but still count; see `relieve`.
+        self._relieved: set[threading.Thread] = set()
         self._numbers = count()
         self._threads: list[threading.Thread] = []
         for _ in range(threads):

@@ -194,7 +194,7 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Return a text for each difference in what two runs ask. any_model: True to ignore that the models differ."""
+    """Return a text for each difference in what two runs ask. any_model: True to ignore fingerprints."""
     lines = []
     new_fingerprints = {new.model.fingerprint}
     if new.second is not None:  # a cascade takes answers of both its models

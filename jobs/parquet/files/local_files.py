@@ -196,7 +196,7 @@ class LocalFiles:
     def publish(self, temporary: str, target: str) -> None:
         """Give a temporary file the name `target` once its contents are on the disk.
 
-        Raises FileExistsError if the name is taken, or NotExclusive. If the folder was moved meanwhile, removes both
+        Raises NotExclusive, or FileExistsError if the name is taken. If the folder was moved meanwhile, removes both
         `temporary` and `target`, and raises PathSwapped.
         """
         with self._parent(target) as (folder, name):
@@ -247,7 +247,7 @@ def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
 
 
 def _put_exclusively(temporary_name: str, name: str, folder: int) -> None:
-    """Give a file its name by a hard link or a rename. Raises FileExistsError if the name is taken, or NotExclusive."""
+    """Give a file its name by a hard link or a rename. Raises NotExclusive, or FileExistsError if the name is taken."""
     try:
         os.link(temporary_name, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as link_error:

@@ -104,9 +104,9 @@ BEGINNINGS = (64, 256, 1024, 4096, 16384)
 
 
 def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Write the rows in the order that the run asks for, and return the plan that asks them in this order.
+    """Write the rows in the order that `spec.order` names, and return a plan whose rows have this order.
 
-    If the run keeps the input's order, return the plan as it is.
+    Without `spec.order`, return the plan as it is.
     """
     spec = plan.spec
     if spec.order is None:
@@ -124,10 +124,11 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
-    """Return the numbers by which a row is sorted. They stand for its own max_tokens, large ones first, and its prompt.
+    """Return the numbers by which a row is sorted.
 
-    Only the number of bits of max_tokens counts. So rows with about the same limit are sorted by their prompts. For a
-    prompt, the numbers are hashes of its beginnings, so that rows with a common beginning become neighbours.
+    The first number stands for the row's own max_tokens: large limits come first. Only the number of bits of max_tokens
+    counts. So rows with about the same limit are sorted by their prompts. The other numbers are hashes of the prompt's
+    beginnings, so that rows with a common beginning become neighbours.
     """
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
@@ -482,24 +483,24 @@ def take_answers(
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield batches of new rows: the rows' numbers, their answers as columns of `schema`, and the old rows' names.
 
-    If the answer of an old row cannot be read or taken, another old row is looked up in all old runs. At the end, each
-    new row without an answer has -1 in `matches.places`. look_up: finds matches among the old rows that are still
-    known.
+    If the answer of an old row cannot be read or taken, that old row is forgotten, and another one is looked up in all
+    old runs. At the end, each new row without an answer has -1 in `matches.places`. look_up: finds matches among the
+    old rows that are not forgotten.
     """
     is_taken = np.zeros(len(matches.places), bool)
-    # There are as many rounds as old runs, so that each run can give a row an answer.
+    # In each round, a new row tries one old row. With a round for each old run, it can try an old row of each run.
     num_rounds = len(old.reused)
     for round_number in range(1, num_rounds + 1):
         # rows: the new rows whose old row was found and whose answer is not taken yet, in the order of the old rows
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, indices, batch in old.answers(matches.places[rows], schema):
-            taken_rows = rows[indices]
-            is_usable = _are_usable(matches, taken_rows, batch)
+            answered_rows = rows[indices]
+            is_usable = _are_usable(matches, answered_rows, batch)
+            taken_rows = answered_rows[is_usable]
             if not is_usable.all():
-                cut_rows = taken_rows[~is_usable]
+                cut_rows = answered_rows[~is_usable]
                 matches.is_cut[cut_rows] = True
-                taken_rows = taken_rows[is_usable]
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True
             part.reused.rows += len(taken_rows)

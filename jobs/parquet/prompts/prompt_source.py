@@ -136,7 +136,7 @@ def prompt_pair(*columns: str) -> ColumnSource:
 def messages_column(column: str, *, drops_keys: bool = False) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text.
 
-    drops_keys: whether to leave out the keys of a message that nothing reads.
+    drops_keys: whether to leave out unknown keys of messages.
     """
 
     def may_be_chat(kind: pa.DataType) -> bool:

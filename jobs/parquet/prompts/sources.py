@@ -444,7 +444,7 @@ class LineSource(PromptSource):
             return Row(text)  # the row's error will say what is wrong with the line
         if images_with_path and self._inline_pictures:
             raise RowProblem(
-                "a picture is no data: URL, and other URLs are not fetched: send data:image/...;base64,..."
+                "a picture is named by a path, and files are not read here: send data:image/...;base64,..."
             )
         if not images_with_path:
             return Row(text)

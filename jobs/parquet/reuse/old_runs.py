@@ -83,7 +83,8 @@ def write_keys(
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
     """Return the keys of a part's rows, and hashes of the models that answered. Raises PartDamaged.
 
-    A key is a hash of what a row asked and of the model that answered it. run: the run that wrote the keys.
+    A key is a hash of what a row asked and of the model that answered it. run: the id of the run that wrote the keys,
+    which is not the plan's if the folder was copied.
     """
     path = os.path.join(plan.spec.output, keys_name(shard))
     num_rows = plan.shards[shard].rows

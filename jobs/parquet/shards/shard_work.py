@@ -401,7 +401,10 @@ class ShardWork(RowsTask):
 
     @contextmanager
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
-        """Borrow a reader that has not passed this shard. Raises InputChanged if the file is not the planned one."""
+        """Borrow a reader of the shard's file that has not read beyond the shard's start.
+
+        Raises InputChanged if the file is not the planned one.
+        """
         storage = self._folder.storage
         plan = self._folder.plan
         shard = self._shard

@@ -158,7 +158,8 @@ class VerifyWork(RowsTask):
         None if the run's model has answered the whole shard.
         """
         if isinstance(row, RowProblem):
-            return True  # the run has recorded an answer, so the problem is a difference
+            # The run could ask this row and has recorded an answer. That it cannot be asked now counts as a difference.
+            return True
         if recorded_key is not None:
             keys = row_keys(ask.key_of, [row])
             whole_key = whole_keys(keys, model_mark(self._plan.model))

@@ -142,7 +142,7 @@ def with_added_values(
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
     if len(schema) == batch.num_columns:  # no column is added
-        return batch  # a new batch without columns would lose the number of rows
+        return batch  # it may have no columns, and a copy without columns would lose the number of rows
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
         if column.name not in batch.schema.names:

@@ -14,7 +14,13 @@ from jobs.common.display import brief
 from jobs.context.served_model import ServedModel
 from jobs.context.values import checked_list
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, wrong_value_error
-from jobs.prompts.arguments import SPLIT_TOKENS, checked_text, one_prompt, parse_model
+from jobs.prompts.arguments import (
+    SPLIT_TOKENS,
+    checked_text,
+    one_prompt,
+    parse_model,
+    splits_control_tokens,
+)
 from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import CHAT_OPTIONS, forces_call, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
@@ -150,13 +156,13 @@ def classify_task(
         raise InvalidValue(
             "tool_choice is {}, and jobs.classify generates nothing", brief(options["tool_choice"])
         )
-    _, chat = split_chat_options(options)
+    _, chat_options = split_chat_options(options)
     is_calibrated = calibrate is not False and calibrate is not None
     respond = partial(_response, scoring=scoring)
 
     def chat_task(messages: Parts) -> PromptTask:
         """Return the task for a chat whose pictures are loaded."""
-        requests = [scoring.request(messages, chat)]
+        requests = [scoring.request(messages, chat_options)]
         if is_calibrated:
             without_content = _messages_without_content(messages, calibrate)
             if pictures_in(messages) or pictures_in(without_content):
@@ -164,7 +170,7 @@ def classify_task(
                     "calibrate and pictures do not go together: calibrate asks a prompt without content, and a picture "
                     "is content"
                 )
-            requests.append(scoring.request(without_content, chat))
+            requests.append(scoring.request(without_content, chat_options))
         return PromptTask(requests, respond, model_name)
 
     def task(kind: str, value: object) -> Task:
@@ -181,7 +187,7 @@ def classify_task(
 
     return asked_task(
         task,
-        values_are_text=chat.get(SPLIT_TOKENS, True),
+        values_are_text=splits_control_tokens(options),
         prompt=prompt,
         messages=messages,
         prompt_template=prompt_template,

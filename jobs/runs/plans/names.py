@@ -150,7 +150,10 @@ def row_numbers_name(execution_id: str) -> str:
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:
-    """Return the names of the files that hold the rows of all parts; none if the output is the parts themselves."""
+    """Return the names of the files that hold the rows of all parts; none if the output is the parts themselves.
+
+    single_file: the files' format, such as "csv"; see `parse_single_file`.
+    """
     if single_file is None:
         return ()
     if single_file == OPENAI_BATCH:

@@ -257,7 +257,7 @@ class RunSpec:
     def writes_lines(self) -> bool:
         """Whether the output is one file of CSV or JSON lines.
 
-        Such a file can hold all values that an input file of its format can hold.
+        Such a file has no types of columns. So a row's own JSON can be written into it as it was in the input.
         """
         return self.single_file in (CSV, JSONL)
 

@@ -276,7 +276,7 @@ class RunState:
         """
 
         def submit_once(pipe: Pipeline) -> None:
-            """Write the submission unless the run has it already. Raises RunCancelled if the run has been cancelled."""
+            """Write the submission unless the run has it already. Raises RunCancelled if it was cancelled since."""
             fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             known_plan_job, cancelled = fields
             if known_plan_job != plan_job.encode():

@@ -80,7 +80,8 @@ class ErrorLimit:
         """
         has_only_errors = rows > 0 and errors == rows
         if has_ended and has_only_errors and self.share != 1:
-            return f"all its {rows} rows have an error, and --max-errors is not 100%: look at column `error`"
+            all_rows = "its only row has" if rows == 1 else f"all its {rows} rows have"
+            return f"{all_rows} an error, and --max-errors is not 100%: look at column `error`"
         max_errors: float | None
         if self.share is None:
             max_errors = self.rows

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jobs.common.display import (
     MAX_TEXT_CHARS,
     duration_text,
+    plural,
     price_text,
     printable,
     safe_name,
@@ -83,9 +84,10 @@ def report_html(
     began = ""
     if rows:
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"]))
+    num_rows = f"{rows:,} {plural('row', rows)}"
     sections = [
         f"<h1>Run {_text(manifest['run'])}</h1>",
-        f"<p>{rows:,} rows, {state}. <span class=soft>{_text(began)}</span></p>",
+        f"<p>{num_rows}, {state}. <span class=soft>{_text(began)}</span></p>",
         f"<p class=soft>{_text(manifest['model'])}, {_text(manifest['dtype'])}; "
         f"Tokenmill {_text(manifest['version'])}</p>",
         _figures(manifest, statistics, price_per_hour),
@@ -217,7 +219,10 @@ def _arguments(manifest: Mapping[str, Any]) -> str:
 
 def _inputs_text(inputs: Sequence[Mapping[str, Any]]) -> str:
     """Return the first input files and their numbers of rows, one a line."""
-    lines = [f"{file['path']} ({file['rows']:,} rows)" for file in inputs[:MAX_INPUTS]]
+    lines = []
+    for file in inputs[:MAX_INPUTS]:
+        rows = file["rows"]
+        lines.append(f"{file['path']} ({rows:,} {plural('row', rows)})")
     num_more = len(inputs) - len(lines)
     if num_more > 0:
         lines.append(f"and {num_more:,} more files")

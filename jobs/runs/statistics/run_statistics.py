@@ -276,7 +276,7 @@ class RunStatistics:
         self._completion_lengths: Counter[int] = Counter()
         self._finish_reasons: Counter[str] = Counter()
         self._labels: Counter[str] = Counter()
-        self._left_out: Counter[str] = Counter()
+        self._lines_by_left_out_argument: Counter[str] = Counter()
 
     def add(self, part: PartStats) -> None:
         """Add one part."""
@@ -296,7 +296,7 @@ class RunStatistics:
             self._completion_lengths[int(bound)] += count
         self._finish_reasons.update(part.finish_reasons)
         self._labels.update(part.labels)
-        self._left_out.update(part.left_out)
+        self._lines_by_left_out_argument.update(part.left_out)
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
         """Return the statistics in the manifest's form. Times in which no worker had a shard do not count."""
@@ -315,7 +315,7 @@ class RunStatistics:
             "completion_lengths": _by_bound(self._completion_lengths),
             "finish_reasons": dict(self._finish_reasons.most_common()),
             "labels": dict(self._labels.most_common(MAX_LABELS)),
-            "left_out": dict(self._left_out.most_common(MAX_LABELS)),
+            "left_out": dict(self._lines_by_left_out_argument.most_common(MAX_LABELS)),
             "workers": workers_by_rows[:MAX_WORKERS],
             "num_workers": len(workers),
             "worker_seconds": sum(worker["seconds"] for worker in workers),

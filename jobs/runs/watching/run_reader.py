@@ -139,9 +139,12 @@ class RunReader:
         self.failed = {shard: self.failed[shard] for shard in still_failed}
 
     def find_stopped(self, connection: Redis) -> None:
-        """Find the failed jobs that an earlier cancel has stopped. Sets `stopped`."""
-        cancelled_submission = _number(self.facts, "cancelled_submission")
-        if not cancelled_submission:
+        """Find the failed jobs that an earlier cancel has stopped. Sets `stopped`.
+
+        A run's submissions are numbered. A cancel stops the jobs of the last submission and of all earlier ones.
+        """
+        last_cancelled = _number(self.facts, "cancelled_submission")
+        if not last_cancelled:
             self.stopped = set()
             return
 
@@ -153,7 +156,7 @@ class RunReader:
         self.stopped = set()
         for job_id, reply in zip(failed_ids, replies, strict=True):
             submission = stored.count(stored.text(reply or b"")) or 0
-            if submission <= cancelled_submission:
+            if submission <= last_cancelled:
                 self.stopped.add(job_id)
 
     @property

@@ -121,9 +121,11 @@ def test_a_limit_that_is_none_is_refused(limit: object) -> None:
         ErrorLimit.parse(limit)
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("rows", "reason"), [(1, "its only row has an error"), (5, "all its 5 rows have an error")]
+)
 def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
-    runs: Runs, invoke: Invoke, redis: Redis, rows: int
+    runs: Runs, invoke: Invoke, redis: Redis, rows: int, reason: str
 ) -> None:
     runs.write(["a"] * rows)
     run = invoke("submit", runs.source, runs.output).stdout.strip()
@@ -131,9 +133,9 @@ def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
         runs.work(refuse_all)
     assert f"run {run}: failed" in invoke("status", run).stdout
     assert [each.state for each in list_runs(redis)] == ["failed"]
-    with pytest.raises(ClickException, match=f"all its {rows} rows have an error"):  # exit status 1
+    with pytest.raises(ClickException, match=reason):  # exit status 1
         status_text.wait_for_end(redis, run)
-    with pytest.raises(RunFailed, match="rows have an error"):
+    with pytest.raises(RunFailed, match=reason):
         jobs.run(run, connection=redis).wait(timeout=0)
 
 

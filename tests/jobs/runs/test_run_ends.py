@@ -211,7 +211,7 @@ def test_a_run_whose_end_cannot_be_written_has_failed_and_says_why(planned: Site
     planned.fail(shard_job_id(planned.run, 2), error)
     (content,) = planned.told
     assert (content["state"], content["rows_done"]) == ("failed", 3)
-    assert content["reason"] == f"all 3 parts are written, but the run did not finish: {error}"
+    assert content["reason"] == f"every part is written, but the run did not finish: {error}"
 
 
 def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(

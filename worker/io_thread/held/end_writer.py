@@ -179,6 +179,6 @@ class EndWriter:
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 
     def _report_reply(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
-        """Forget an end, and report the reply to it."""
+        """Forget an end, because it is settled, and call `on_reply` with the server's reply."""
         self.forget(job)
         self._on_reply(job, outcome, reply)
