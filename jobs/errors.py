@@ -230,8 +230,8 @@ class MarkedAsUTF8(CorruptTable):
 
 
 class OtherDelimiter(CorruptTable):
-    """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter {delimiter}),
-    or write the file again with the delimiter {expected}"""
+    """{path} has only one column, {name}, and looks separated by {delimiter}: set delimiter (--delimiter
+    {delimiter}){encoding}, or write the file again with the delimiter {expected}"""
 
 
 class TooManyBadLines(CorruptTable):

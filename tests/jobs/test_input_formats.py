@@ -709,6 +709,20 @@ def test_another_delimiter_is_named_and_read_when_it_is_said(
     assert table["price"].to_pylist() == ["1,50", "2,5"]
 
 
+def test_a_file_of_a_european_excel_is_told_its_delimiter_and_its_encoding_at_once(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    content = "prompt;n\nplain;1\nMüller;2\n"
+    (tmp_path / "in.csv").write_bytes(content.encode("cp1252"))
+    with pytest.raises(
+        OtherDelimiter, match=r"--delimiter ';'\) and encoding \(--encoding cp1252\)"
+    ):
+        score(make_context(), tmp_path / "in.csv", tmp_path)
+    (tmp_path / "in.csv").write_text(content)
+    with pytest.raises(OtherDelimiter, match=r"--delimiter ';'\), or write"):
+        score(make_context(), tmp_path / "in.csv", tmp_path)
+
+
 def test_a_line_that_tells_excel_the_delimiter_is_no_row(scored: Scored, tmp_path: Path) -> None:
     for number, line in enumerate(("sep=;", '"sep=;"\r', "SEP=;")):
         (tmp_path / "in.csv").write_bytes(f"\ufeff{line}\nprompt;n\nx;1\n".encode())

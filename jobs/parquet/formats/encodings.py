@@ -68,9 +68,14 @@ class EncodingGuess:
             if _looks_like_cp1252(line):
                 self._has_cp1252 = True
 
+    @property
+    def seems_cp1252(self) -> bool:
+        """Whether lines look like cp1252, and no line has a character of UTF-8 that is not ASCII."""
+        return self._has_cp1252 and not self._has_utf8
+
     def check(self) -> None:
-        """Raise OtherEncoding if lines look like cp1252, and no line has a character of UTF-8 that is not ASCII."""
-        if self._has_cp1252 and not self._has_utf8:
+        """Raise OtherEncoding if the lines seem to be cp1252."""
+        if self.seems_cp1252:
             raise OtherEncoding(self._path, "cp1252")
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief, is_unicode
@@ -232,6 +232,8 @@ def _csv_problem(error: Exception) -> str:
 _SEP_LINE = re.compile(rb'"?sep=(?P<delimiter>.)"?\r?', re.IGNORECASE)
 #: Likely delimiters of a file whose header seems to name a single column, with the form that messages show.
 _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
+#: The most rows of such a file that are read to guess its encoding.
+_GUESS_ROWS = 1000
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
@@ -266,21 +268,28 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     names: list[str] = head.value
     is_usual_delimiter = file.delimiter is None and sep_line is None
     if len(names) == 1 and is_usual_delimiter:
-        _check_only_column(path, names[0], usual_delimiter)
+        _check_only_column(file, names[0], usual_delimiter, rows)
     for name, count in Counter(names).items():
         if count > 1:
             raise SchemaMismatch(path, f"it has two columns named {brief(name)}")
     return names, (_csv_record(names, row) for row in rows)
 
 
-def _check_only_column(path: str, name: str, delimiter: str) -> None:
-    """Raise OtherDelimiter if the name of a file's only column contains another likely delimiter."""
+def _check_only_column(file: TextFile, name: str, delimiter: str, rows: Iterator[Record]) -> None:
+    """Raise OtherDelimiter if the name of a file's only column contains another likely delimiter.
+
+    rows: the rows after the header. Some are read, so that the error also says if they look like another encoding.
+    """
     other_delimiters = _DELIMITERS.keys() - {delimiter}
     counts = Counter(character for character in name if character in other_delimiters)
     if counts:
         [(commonest, _)] = counts.most_common(1)
         likely_delimiter = _DELIMITERS[commonest]
-        raise OtherDelimiter(path, brief(name), likely_delimiter, repr(delimiter))
+        deque(islice(rows, _GUESS_ROWS), maxlen=0)  # `file.guess` sees their lines
+        encoding = ""
+        if file.guess is not None and file.guess.seems_cp1252:
+            encoding = " and encoding (--encoding cp1252)"
+        raise OtherDelimiter(file.path, brief(name), likely_delimiter, encoding, repr(delimiter))
 
 
 def _csv_record(names: Sequence[str], row: Record) -> Record:
