@@ -100,7 +100,8 @@ class Progress:
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
-        return any(self.sort_key)  # the key counts replies, completions and tokens
+        # The key counts replies, completions and tokens. Without progress, all of these numbers are 0.
+        return any(self.sort_key)
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""

@@ -386,7 +386,7 @@ class ItemsTask(OpenTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the runner's number of requests, 0 without a runner."""
+        """Return the runner's number of requests; 0 if there is no runner."""
         return 0 if self.runner is None else self.runner.num_requests
 
     @property

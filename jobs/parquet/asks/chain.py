@@ -64,7 +64,7 @@ class Chain(RowAsk):
         return all(ask.is_deterministic(row) for ask in self._asks)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask one prompt after the other, up to an answer with an error. Prompts may hold the earlier answers."""
+        """Ask one prompt after the other until an answer has an error. Prompts may hold the earlier answers."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:
@@ -124,5 +124,5 @@ def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Score
     if not step.is_scored:
         return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
     scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))
-    chat = step.chat if step.is_chat else None
-    return Scores(scoring, chat)
+    chat_options = step.chat if step.is_chat else None
+    return Scores(scoring, chat_options)

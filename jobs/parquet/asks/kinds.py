@@ -38,7 +38,7 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask.keys = RowKeys(
         spec,
         ask.opening_request,
-        check=spec.functions_version(context.checks),
+        functions_version=spec.functions_version(context.checks),
         max_model_len=plan.model.max_model_len,
         seed=plan.given_seed,
         adapters=ask.adapters,

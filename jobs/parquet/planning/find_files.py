@@ -210,7 +210,7 @@ class Search:
     def _folder_files(self, found_path: str, path: str) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
         files, nested = self._walk(Folder(found_path, path))
-        # A folder's own files come before the files of the folders below.
+        # The paths are compared name by name, so the files of each folder stay together.
         files.sort(key=lambda file: file.found_path.split("/"))
         wanted_format = self._wanted_format
         if wanted_format is None:

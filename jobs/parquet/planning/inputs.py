@@ -54,7 +54,7 @@ def read_inputs(
                 break
 
     schema = scanned.schema
-    columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
+    added_columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
     # Files beyond the limit were not scanned, so they are left out.
     for planned_file, values in zip(scanned.files, added_values, strict=False):
@@ -73,13 +73,13 @@ def read_inputs(
         version=version("tokenmill"),
         files=tuple(planned_files),
         shards=shards,
-        added_columns=tuple(columns),
+        added_columns=tuple(added_columns),
         input_format=scanned.format,
         columns=tuple(scanned.columns.items()),
         as_json=_read_as_json(spec, scanned),
         sizes=tuple(shard_sizes),
     )
-    _check_columns(spec, with_added_fields(schema, columns), found_files[0].path)
+    _check_columns(spec, with_added_fields(schema, added_columns), found_files[0].path)
     return plan
 
 
@@ -105,6 +105,7 @@ def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
         written_columns = all_columns if chosen is None else chosen
 
     as_json = []
+    # A dict, so that the names keep their order and none comes twice.
     candidates = dict.fromkeys((*row_source(spec).columns, *written_columns))
     for name in candidates:
         if name not in scanned.kinds or name in never_json:

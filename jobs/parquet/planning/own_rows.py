@@ -88,7 +88,7 @@ def _chosen_rows(
                 numbers = np.arange(start, end)
                 start = end
                 if plan.spec.order is not None:
-                    # The output can be put back into the input's order by this column.
+                    # This column lets a reader put the output back into the input's order.
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
                 places_of_batch = places[numbers]
                 is_chosen = places_of_batch >= 0
@@ -410,12 +410,12 @@ def _match_shorter(
             matches.is_shorter[unmatched] = old_places >= 0
 
 
-def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
+def _keys_with_smaller_limit(plan: Plan, old: OldRuns, functions_version: str) -> list[RowKeys]:
     """Return a RowKeys for each max_tokens that old runs had and that is smaller than the plan's.
 
     Such a RowKeys makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these
     keys would be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have
-    sampling values of their own. check: the version of the check's function.
+    sampling values of their own. functions_version: see RunSpec.functions_version.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
@@ -437,7 +437,7 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
         shorter_keys = RowKeys(
             shorter_spec,
             opening_request=None,
-            check=check,
+            functions_version=functions_version,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,
             adapters=Adapters(plan.model.adapters),

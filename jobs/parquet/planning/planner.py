@@ -187,8 +187,8 @@ def _new_plan(
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
     """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write.
-    The records that people see are not used, because producers could forge them.
+    Workers of the queue must serve exactly one other model. The models are read from Redis keys that only workers can
+    write. The records that people see are not used, because producers could forge them.
     """
     if spec.escalate_below is None:
         return None

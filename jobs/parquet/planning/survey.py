@@ -174,7 +174,7 @@ class SurveyWork(RowsTask):
         self._seconds = time.monotonic() - self._began_at
 
     def result(self) -> dict[str, Any]:
-        """Return the counts. A preview also returns the rows that it shows, a dry run its estimates."""
+        """Return the counts, with the rows to show if this is a preview, or the estimates if it is a dry run."""
         answers = self.required_runner.answers()
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
@@ -477,15 +477,15 @@ def _limit_of(request: Request) -> int:
 def _with_beginning(request: Request, beginning: str) -> Request:
     """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
-    In a prompt of token ids, some of its own tokens stand in front instead. A request for embeddings stays as it is,
-    because it uses no cache.
+    A prompt of token ids begins with some of its own tokens instead. A request for embeddings stays as it is, because
+    it uses no cache.
     """
     if request.kind not in ("generate", "score"):
         return request
     prompt = request.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):  # token ids
-        ids = Random(beginning).choices(prompt, k=len(beginning))
-        return replace(request, prompt=[*ids, *prompt])
+        ids_in_front = Random(beginning).choices(prompt, k=len(beginning))
+        return replace(request, prompt=[*ids_in_front, *prompt])
     if request.messages is None:
         return replace(request, prompt=_prefixed(request.prompt, beginning))
     first, *later = request.messages

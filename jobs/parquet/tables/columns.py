@@ -129,7 +129,10 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
-    """Return a file's schema, followed by the added columns that planning has not written into the file."""
+    """Return a file's schema with the added columns at its end.
+
+    A file that planning has written may have these columns already. Then they are not added again.
+    """
     fields = [
         pa.field(column.name, column.type) for column in columns if column.name not in schema.names
     ]
@@ -169,13 +172,14 @@ def num_values(column: pa.Array) -> int:
     return 0
 
 
-def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
-    """Whether values are of a kind, or contain values of that kind. is_kind: a test such as `is_bytes`."""
-    if is_kind(kind):
+def holds(data_type: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type is of a kind, or contains a type of that kind. is_kind: a test such as `is_bytes`."""
+    if is_kind(data_type):
         return True
-    if not pa.types.is_nested(kind):
+    if not pa.types.is_nested(data_type):
         return False
-    return any(holds(kind.field(number).type, is_kind) for number in range(kind.num_fields))
+    inner_types = [data_type.field(number).type for number in range(data_type.num_fields)]
+    return any(holds(inner_type, is_kind) for inner_type in inner_types)
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
@@ -330,6 +334,7 @@ def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         with suppress(*_NO_PYTHON_VALUE):
             return iter(column.to_pylist())
+    # The column is large, or a value in it cannot be read. So each value is converted by itself.
     return (_value(name, column.slice(row, 1)) for row in range(len(column)))
 
 
