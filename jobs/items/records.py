@@ -106,7 +106,9 @@ class Progress:
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
         received = [[number, _samples_json(samples)] for number, samples in self.received.items()]
-        tokens = [[number, _tokens_json(samples)] for number, samples in self.tokens.items()]
+        tokens = []
+        for number, tokens_by_sample in self.tokens.items():
+            tokens.append([number, _tokens_json(tokens_by_sample)])
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
             "received": received,
@@ -143,9 +145,9 @@ def _reply(value: Any) -> Reply:
     return [_samples(samples) for samples in value]
 
 
-def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
+def _tokens_json(tokens_by_sample: Mapping[int, Sequence[int]]) -> list[Any]:
     """Return the token ids of a request's samples as JSON: pairs of a sample's index and its packed token ids."""
-    return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
+    return [[index, _packed(token_ids)] for index, token_ids in tokens_by_sample.items()]
 
 
 def _tokens(value: Any) -> dict[int, list[int]]:

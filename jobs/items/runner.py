@@ -70,7 +70,7 @@ class ItemRunner(Generic[T]):
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
 
-        # All requests that were sent, by index; None for a request that was delivered.
+        # All requests that were sent, by index. None takes the place of a request whose completions were delivered.
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
         self._to_send: deque[tuple[Sent[T], Request]] = deque()
@@ -87,7 +87,8 @@ class ItemRunner(Generic[T]):
         self._opening: Entry[Any] | None = None
         opening = ask.opening() if self._not_begun else None
         if opening is not None:
-            self._opening = Entry([], lambda: opening)
+            no_places: list[int] = []  # the opening item answers no prompt or row
+            self._opening = Entry(no_places, lambda: opening)
             self._begin(self._opening)
 
     @property
@@ -255,7 +256,7 @@ class ItemRunner(Generic[T]):
             return
 
         resumed = entry.resumed
-        entry.resumed = NOTHING
+        entry.resumed = NOTHING  # later steps have nothing to resume
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)

@@ -103,8 +103,7 @@ class RowKeys:
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # The keys are all texts by which rows may name an adapter. Each value is the adapter's pinned text: its name
-        # with a hash of its files.
+        # For each text by which rows may name an adapter, the adapter's pinned text: its name with a hash of its files.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._adapters_of_run = names_in_arguments(spec)
         self._is_batch_file = spec.input_format == OPENAI_BATCH

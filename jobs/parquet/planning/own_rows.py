@@ -340,13 +340,13 @@ def find_matches(
         model_hashes = np.concatenate([model_hashes, old.model_hashes])
     matches = Matches.unmatched(plan.rows, model_hashes)
     functions_version = plan.spec.functions_version(context.checks)
-    keys_of_shorter = _keys_with_smaller_limit(plan, old, functions_version)
+    row_keys_with_limits = _keys_with_smaller_limit(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         end = start + len(rows)
         matches_of_shard = matches.view(start, end)
         keys = row_keys(ask.key_of, rows)
         _match_equal(matches_of_shard, keys, old, second_answers)
-        _match_shorter(matches_of_shard, keys, rows, old, keys_of_shorter)
+        _match_shorter(matches_of_shard, keys, rows, old, row_keys_with_limits)
         matches_of_shard.keys[:] = whole_keys(keys, model_hashes[matches_of_shard.models])
     return matches
 
@@ -391,20 +391,20 @@ def _match_shorter(
     keys: Keys,
     rows: Sequence[Row | RowProblem],
     old: OldRuns,
-    keys_of_shorter: Sequence[RowKeys],
+    row_keys_with_limits: Sequence[RowKeys],
 ) -> None:
     """Look for old rows that asked the same as the new rows, but with a smaller max_tokens.
 
-    keys: the new rows' keys, which do not cover the model. keys_of_shorter: for each smaller max_tokens, a RowKeys that
-    makes the keys which the new rows would have with it.
+    keys: the new rows' keys, which do not cover the model. row_keys_with_limits: for each smaller max_tokens, a RowKeys
+    that makes the keys which the new rows would have with that max_tokens.
     """
     has_key = keys.any(axis=1)
-    for shorter in keys_of_shorter:
+    for keys_with_limit in row_keys_with_limits:
         for model_number, model_hash in enumerate(matches.model_hashes):
             unmatched = np.flatnonzero(has_key & (matches.places < 0))
             unmatched_rows = [rows[index] for index in unmatched.tolist()]
-            shorter_keys = row_keys(shorter.key_of, unmatched_rows)
-            old_places = old.keys.find(whole_keys(shorter_keys, model_hash))
+            new_keys = row_keys(keys_with_limit.key_of, unmatched_rows)
+            old_places = old.keys.find(whole_keys(new_keys, model_hash))
             matches.places[unmatched] = old_places
             matches.models[unmatched] = model_number
             matches.is_shorter[unmatched] = old_places >= 0
@@ -423,27 +423,27 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, functions_version: str) -
     if not has_limit or takes_several_requests or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
-    keys_of_shorter = []
-    old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
-    for old_value in old_values:
-        old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
+    row_keys_with_limits = []
+    given_limits = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
+    for given_limit in given_limits:
+        old_limit = DEFAULT_MAX_TOKENS if given_limit is None else given_limit
         are_integers = type(limit) is int and type(old_limit) is int
         if not are_integers or old_limit >= limit:
             continue
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
-        if old_value is not None:
-            sampling["max_tokens"] = old_value
-        shorter_spec = replace(spec, sampling=sampling)
-        shorter_keys = RowKeys(
-            shorter_spec,
+        if given_limit is not None:  # keys cover only sampling values that a run was given
+            sampling["max_tokens"] = given_limit
+        spec_with_limit = replace(spec, sampling=sampling)
+        keys_with_limit = RowKeys(
+            spec_with_limit,
             opening_request=None,
             functions_version=functions_version,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,
             adapters=Adapters(plan.model.adapters),
         )
-        keys_of_shorter.append(shorter_keys)
-    return keys_of_shorter
+        row_keys_with_limits.append(keys_with_limit)
+    return row_keys_with_limits
 
 
 def _shows_cuts(column: str) -> bool:

@@ -203,7 +203,7 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
             continue
         candidate = PinnedModel(
             name=served.model,
-            fingerprint=names[0],  # the first of ServedModel.names
+            fingerprint=names[0],  # ServedModel.names begins with the fingerprint
             dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),

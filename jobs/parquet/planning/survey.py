@@ -222,9 +222,9 @@ class SurveyWork(RowsTask):
             num_rows = num_requests * planned.rows
             generated_tokens += num_requests * answered.num_tokens
             completion_tokens += num_rows * answered.num_tokens
-            later_of_request = max(0, answer.prompt_tokens - planned.tokens)
-            later_tokens += num_requests * later_of_request
-            later_tokens_of_rows += num_rows * later_of_request
+            later_tokens_of_request = max(0, answer.prompt_tokens - planned.tokens)
+            later_tokens += num_requests * later_tokens_of_request
+            later_tokens_of_rows += num_rows * later_tokens_of_request
             margin = answer.column("margin")
             if margin is not None and margin < escalation_bound:
                 rows_escalated += num_rows
@@ -412,7 +412,7 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        # The first of all equal rows repeats no row. It is one of these rows if no earlier shard has an equal row.
+        # If no earlier shard has an equal row, the first of these rows repeats no row.
         num_first = 1 if known_request is None else 0
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens

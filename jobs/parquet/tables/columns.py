@@ -38,24 +38,26 @@ _BYTES_TESTS = (
 )
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Whether values are texts. A column that only has nulls counts as a column of texts."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return any(is_of_type(kind) for is_of_type in _TEXT_TESTS)
+def is_text(data_type: pa.DataType) -> bool:
+    """Whether values of a type are texts. A column that only has nulls counts as a column of texts."""
+    if pa.types.is_dictionary(data_type):
+        return is_text(data_type.value_type)
+    return any(is_of_type(data_type) for is_of_type in _TEXT_TESTS)
 
 
-def is_bytes(kind: pa.DataType) -> bool:
-    """Whether values are bytes."""
-    if pa.types.is_dictionary(kind):
-        return is_bytes(kind.value_type)
-    return any(is_of_type(kind) for is_of_type in _BYTES_TESTS)
+def is_bytes(data_type: pa.DataType) -> bool:
+    """Whether values of a type are bytes."""
+    if pa.types.is_dictionary(data_type):
+        return is_bytes(data_type.value_type)
+    return any(is_of_type(data_type) for is_of_type in _BYTES_TESTS)
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists."""
+def is_list(data_type: pa.DataType) -> bool:
+    """Whether values of a type are lists."""
     return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        pa.types.is_list(data_type)
+        or pa.types.is_large_list(data_type)
+        or pa.types.is_fixed_size_list(data_type)
     )
 
 
@@ -182,14 +184,14 @@ def holds(data_type: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> boo
     return any(holds(inner_type, is_kind) for inner_type in inner_types)
 
 
-def with_dicts(value: Any, kind: pa.DataType) -> Any:
+def with_dicts(value: Any, data_type: pa.DataType) -> Any:
     """Return a value from Arrow with dicts in place of its maps. If a map has equal keys, the last value counts."""
-    if isinstance(value, list) and pa.types.is_map(kind):
-        return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
+    if isinstance(value, list) and pa.types.is_map(data_type):
+        return {f"{key}": with_dicts(item, data_type.item_type) for key, item in value}
     if isinstance(value, list):
-        return [with_dicts(item, kind.value_type) for item in value]
+        return [with_dicts(item, data_type.value_type) for item in value]
     if isinstance(value, dict):
-        return {name: with_dicts(item, kind.field(name).type) for name, item in value.items()}
+        return {name: with_dicts(item, data_type.field(name).type) for name, item in value.items()}
     return value
 
 
@@ -322,11 +324,11 @@ def row_values(name: str, column: pa.Array, are_answers: bool = False) -> Iterat
     return values
 
 
-def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
+def _maps_as_dicts(values: Iterable[Any], data_type: pa.DataType) -> Iterator[Any]:
     """Yield a column's values and problems, with dicts in place of Arrow's maps."""
     for value in values:
         is_problem = isinstance(value, RowProblem)
-        yield value if is_problem else with_dicts(value, kind)
+        yield value if is_problem else with_dicts(value, data_type)
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
@@ -345,6 +347,7 @@ def _num_bytes(column: pa.Array) -> int:
         # In Python, each row has its own copy of an entry. At worst, one entry has nearly all bytes of the dictionary,
         # and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
+    # Arrow stores some values without bytes, such as those of type null. So each inner value counts as one more byte.
     return size + num_values(column)
 
 

@@ -275,7 +275,7 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                problem = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
+                problem = f"its rows have at least {shard_bytes} bytes once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 setting = f"{SHARD_TIMES} times TOKENMILL_MAX_SHARD_BYTES"
                 raise ShardTooLarge(self._path, problem, self._limit, setting, remedy)
