@@ -257,7 +257,7 @@ class ItemRunner(Generic[T]):
 
         resumed = entry.resumed
         entry.resumed = NOTHING  # later steps have nothing to resume
-        step = item.num_steps
+        step_number = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
         for number, request in enumerate(requests):
@@ -265,11 +265,11 @@ class ItemRunner(Generic[T]):
                 samples = resumed.received[number]
                 entry.add_received(number, samples)
                 entry.num_awaited -= 1
-                item.receive(step, number, samples)
+                item.receive(step_number, number, samples)
                 continue
             if number in resumed.tokens:
                 request = replace(request, resumed=resumed.tokens[number])
-            sent = Sent(entry, step, number, len(request.continued))
+            sent = Sent(entry, step_number, number, len(request.continued))
             self._to_send.append((sent, request))
         requests.clear()  # the item may hold this list, and with it the prompts
         if entry.num_awaited == 0:  # another execution has received all of this step

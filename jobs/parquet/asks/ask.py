@@ -162,7 +162,7 @@ class RowAsk(Ask[Answer]):
 
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
-    """Return a row's prompt: a text, chat messages, content parts or a pair of texts.
+    """Return a row's prompt: a text, chat messages, content parts, or a query with its document.
 
     is_json: whether the row holds the prompt as JSON. The prompt of a row with pictures is always JSON, because it is a
     list of parts.

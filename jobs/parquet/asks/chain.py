@@ -26,8 +26,8 @@ from jobs.runs.plans.spec import RunSpec
 class Chain(RowAsk):
     """Asks the prompts of each row, one after the other.
 
-    seed: the run's seed. control_tokens: the texts of the model's control tokens. In the values that fill a prompt they
-    are read as plain text, unless the prompt allows them.
+    seed: the run's seed. control_tokens: the texts of the model's control tokens. In a value that fills a prompt, such
+    a text is read as plain text, unless the prompt allows control tokens.
     """
 
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:

@@ -61,8 +61,9 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 class Generate(RowAsk):
     """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
-    sampling: the prompt's sampling values. control_tokens: the texts of the model's control tokens. If a text prompt is
-    asked again and repeats an answer, they are broken up in the answer, unless the prompt allows them.
+    sampling: the prompt's sampling values. control_tokens: the texts of the model's control tokens. A text prompt that
+    is asked again repeats the refused answer. Control tokens in that answer are broken up, unless the prompt allows
+    them.
     """
 
     def __init__(

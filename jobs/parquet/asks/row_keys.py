@@ -150,6 +150,7 @@ class RowKeys:
         digest = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")
+            # The length keeps the end of a text apart from the beginning of the next text.
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()

@@ -101,7 +101,7 @@ def _check_key_names(files: Sequence[FoundFile], names: Sequence[str]) -> None:
         if file.key_names != names:
             raise SchemaMismatch(
                 file.path,
-                f"its folders give the columns {file.key_names}, the first file's {names}",
+                f"its folders give the columns {file.key_names}, and the first file's folders give {names}",
             )
         if len(set(names)) < len(names):
             raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
@@ -362,7 +362,7 @@ def find_files(
     A glob gives the files that it matches. A glob without ** also gives the files of the folders that it matches.
     The files of each input are sorted. Hidden names are left out unless a glob spells a hidden name out.
     If there are several inputs, keys are taken from the folders below the innermost folder that holds all inputs.
-    Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
+    Raises InputError or InvalidJob.
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []

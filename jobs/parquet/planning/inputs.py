@@ -246,9 +246,9 @@ class _ScannedFiles:
         """
         is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
-            difference = (
-                f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
-            )
+            header = brief(list(kinds))
+            first_header = brief(list(self.kinds))
+            difference = f"its header is {header}, and the first file's header is {first_header}"
             raise errors.SchemaMismatch(path, difference)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():
@@ -291,7 +291,10 @@ def _column_difference(schema: pa.Schema, first: pa.Schema) -> str:
     first_columns = set(map(_column_text, first))
     extra = sorted(columns - first_columns)
     missing = sorted(first_columns - columns)
-    return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
+    return (
+        f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; "
+        "their order must be the same too)"
+    )
 
 
 def _column_text(field: pa.Field) -> str:

@@ -187,11 +187,12 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
     any_model: True if answers of any model are taken, so that another model is no difference.
     """
     has_function = plan.spec.repairs.function is not None
+    why_few_answers = _WHY_FEW_CHECKED_ANSWERS if has_function else _WHY_FEW_ANSWERS
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
         if not run.differs:
             # No argument differs. If few answers are taken, the reason is another one.
-            run.differs = [_WHY_FEW_ANSWERS[has_function]]
+            run.differs = [why_few_answers]
 
 
 def _new_rows(
@@ -231,12 +232,13 @@ def _write_taken_answers(
         write_taken(storage, plan, ask_name, buckets)
 
 
-#: What a user reads if few rows were taken from an earlier run that asked the same. The keys say whether a function
-#: checks the answers.
-_WHY_FEW_ANSWERS = {
-    False: "it asked the same, but of other rows, or it has few answers",
-    True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
-}
+#: What a user reads if few rows were taken from an earlier run that asked the same.
+_WHY_FEW_ANSWERS = "it asked the same, but of other rows, or it has few answers"
+#: What the user reads if a function checks the answers.
+_WHY_FEW_CHECKED_ANSWERS = (
+    "it asked the same, but of other rows, or with another source of the check function, "
+    "or it has few answers"
+)
 
 
 def with_seed_of(plan: Plan, old: OldRuns) -> Plan:

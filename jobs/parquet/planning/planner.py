@@ -185,7 +185,7 @@ def _new_plan(
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
-    """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
+    """Return the model that answers rows with low margins again; None if the run is no cascade. Raises NoSecondModel.
 
     Workers of the queue must serve exactly one other model. The models are read from Redis keys that only workers can
     write. The records that people see are not used, because producers could forge them.

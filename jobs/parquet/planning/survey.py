@@ -451,16 +451,17 @@ class _Counts:
 
     def to_object(self) -> dict[str, Any]:
         """Return the counts, scaled to the whole run, and the commonest reasons of errors."""
-        scaled = {
+        counts_of_read_rows = {
             **self._counts,
             "rows_failing": self._reasons.rows,
             "requests": len(self.requests),
         }
+        scaled = {name: count * self.scale for name, count in counts_of_read_rows.items()}
         return {
             "num_rows": self._total,
             "rows_read": self._rows_read,
             "reasons": [vars(reason) for reason in self._reasons.commonest(MAX_REASONS)],
-            **{name: count * self.scale for name, count in scaled.items()},
+            **scaled,
         }
 
 
@@ -477,8 +478,8 @@ def _limit_of(request: Request) -> int:
 def _with_beginning(request: Request, beginning: str) -> Request:
     """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
-    A prompt of token ids begins with some of its own tokens instead. A request for embeddings stays as it is, because
-    it uses no cache.
+    A prompt of token ids begins with some of its own tokens instead. A request of another kind, such as for embeddings,
+    stays as it is, because it uses no cache.
     """
     if request.kind not in ("generate", "score"):
         return request

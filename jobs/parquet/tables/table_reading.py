@@ -235,7 +235,7 @@ class RowReader(TableReading):
         self._limit = SHARD_TIMES * storage.shard_bytes
         self._unread: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file. The first batch begins a row group, so it may have rows
-        #: before the shard.
+        #: before the shard `first`.
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
