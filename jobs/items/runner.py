@@ -189,8 +189,9 @@ class ItemRunner(Generic[T]):
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
-        """Return the progress of each begun item, by the number of the first prompt or row that the item answers.
+        """Return the progress of items under way, by the number of the first prompt or row that the item answers.
 
+        An item is left out if it has no progress, or if no record can hold its progress.
         tokens_of: see PromptTokens. A sample's tokens begin with the tokens of `Request.continued`.
         """
         # new_tokens_of[first_place][number]: the new tokens of request `number` of the item's present step.

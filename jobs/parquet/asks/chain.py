@@ -33,7 +33,7 @@ class Chain(RowAsk):
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
         self._steps = spec.steps
         self._seed = seed
-        # One source and one ask for each of a row's prompts.
+        # For each of a row's prompts, a source that makes the prompt, and an object that asks it.
         self._sources = []
         self._asks = []
         for step in spec.steps:
@@ -43,7 +43,7 @@ class Chain(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for a run whose rows have several prompts."""
+        """Return the object that asks the prompts of each row of a run."""
         return cls(plan.spec, plan.seed, context.model.control_tokens)
 
     @staticmethod
@@ -120,7 +120,7 @@ class Chain(RowAsk):
 
 
 def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Scores:
-    """Return the ask for one of a row's prompts."""
+    """Return the object that asks one of a row's prompts."""
     if not step.is_scored:
         return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
     scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))

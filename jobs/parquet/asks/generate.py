@@ -62,8 +62,8 @@ class Generate(RowAsk):
     """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
     sampling: the prompt's sampling values. control_tokens: the texts of the model's control tokens. A text prompt that
-    is asked again repeats the refused answer. Control tokens in that answer are broken up, unless the prompt allows
-    them.
+    is asked again may repeat the refused answer. Control tokens in that answer are read as plain text, unless the
+    prompt allows them.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Generate(RowAsk):
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        # If a prompt's control tokens are not split into plain text, those in an answer are not broken up either.
+        # If control tokens in a prompt are not split into plain text, control tokens in an answer are not split either.
         splits_tokens = chat_options.get(SPLIT_TOKENS, True)
         self._control_tokens = control_tokens if splits_tokens else ()
         #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.
@@ -95,7 +95,7 @@ class Generate(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask that gets a completion for each row of a run."""
+        """Return the object that asks for a completion of each row of a run."""
         spec = plan.spec
         return cls(
             spec,
@@ -184,7 +184,7 @@ class Generate(RowAsk):
             return replace(failed, attempts=1)  # a request that failed is not asked again
         samples = prompt_answer.samples
         first = prompt_answer.first
-        columns = {**self._logprobs(samples), **_plain_columns(prompt_answer.extras)}
+        columns = {**self._logprobs(samples), **_extra_columns(prompt_answer.extras)}
         return Answer(
             completion=self._one_or_all([sample.text for sample in samples]),
             finish_reason=self._one_or_all([finish_reason_of(sample) for sample in samples]),
@@ -237,7 +237,7 @@ def _list_field_if_per_completion(field: pa.Field) -> pa.Field:
     return field
 
 
-def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that `spec.way`, if there is one, adds to an answer. Lists and objects become JSON texts."""
     columns = {}
     for name, value in extras.items():

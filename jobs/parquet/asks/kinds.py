@@ -26,7 +26,7 @@ def kind_of(spec: RunSpec) -> type[RowAsk]:
 
 
 def ask_of(plan: Plan, context: JobContext) -> RowAsk:
-    """Return the ask for a run's rows. Raises InvalidJob."""
+    """Return the object that asks a run's rows. Raises InvalidJob."""
     spec = plan.spec
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     ask = kind_of(spec).of_plan(plan, context, source)

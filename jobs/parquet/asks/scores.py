@@ -49,7 +49,7 @@ class Scores(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask that scores the rows of a run."""
+        """Return the object that scores the rows of a run."""
         spec = plan.spec
         kind = scoring_of(spec)
         assert kind is not None, "a run that generates has no scoring"

@@ -181,7 +181,7 @@ class Search:
 
     def expand(self, input_path: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched, and its files. input_path: a file, a folder or a glob of the input."""
-        # A file may have a name that looks like a pattern. Then the file is meant.
+        # If a file has a name that looks like a pattern, the file itself is meant.
         if has_magic(input_path) and self.storage.entry(input_path) is None:
             folder, _ = _split_pattern(input_path)
             return folder, list(self._matched_files(input_path))
@@ -285,7 +285,7 @@ class Search:
             segments_here = [segments[index] for index in indices]
             for entry in self._candidates(folder, segments_here):
                 matched_indices = {
-                    index for index in indices if _matches(segments[index], entry.name)
+                    index for index in indices if _segment_matches(segments[index], entry.name)
                 }
                 is_skipped = _is_hidden(entry.name) and not with_hidden
                 if not matched_indices or is_skipped:
@@ -316,7 +316,7 @@ class Search:
         return entries
 
 
-def _matches(segment: str, name: str) -> bool:
+def _segment_matches(segment: str, name: str) -> bool:
     """Whether a segment of a glob matches a name; for `**`, whether the search goes into a folder of this name."""
     if not has_magic(segment):
         return name == segment

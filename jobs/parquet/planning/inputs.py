@@ -76,14 +76,14 @@ def read_inputs(
         added_columns=tuple(added_columns),
         input_format=scanned.format,
         columns=tuple(scanned.columns.items()),
-        as_json=_read_as_json(spec, scanned),
+        as_json=_columns_read_as_json(spec, scanned),
         sizes=tuple(shard_sizes),
     )
     _check_columns(spec, with_added_fields(schema, added_columns), found_files[0].path)
     return plan
 
 
-def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
+def _columns_read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
     """Return the columns of JSON lines in which each value must keep the form that it has in its line.
 
     Such a column is read as JSON. Any other column gets one type for all rows, which may change how a value looks. A

@@ -119,7 +119,8 @@ class SurveyWork(RowsTask):
     def _requests_to_try(self, first: int | None, max_num_seqs: int) -> list[PlannedRequest]:
         """Return the requests to send or show: a preview's first requests, or a sample of a dry run's requests.
 
-        first: see `__init__`. max_num_seqs: the requests in a full batch of the worker.
+        first: how many of the first requests a preview shows; None for a dry run. max_num_seqs: the requests in a full
+        batch of the worker.
         """
         requests = sorted(self._counts.requests, key=lambda request: request.row)
         if first is not None:
@@ -466,7 +467,7 @@ class _Counts:
 
 
 class _Unanswerable(Exception):
-    """Raised for a row without a prompt. Its text is the row's error."""
+    """Raised for a row that has no request to send. Its text is the row's error."""
 
 
 def _limit_of(request: Request) -> int:
