@@ -122,7 +122,7 @@ class Progress:
         return cls(
             replies=[_reply(reply) for reply in value["replies"]],
             received={int(number): _samples(samples) for number, samples in value["received"]},
-            tokens={int(number): _tokens(samples) for number, samples in value["tokens"]},
+            tokens={int(number): _tokens(pairs) for number, pairs in value["tokens"]},
             num_tokens=int(value["num_tokens"]),
         )
 

@@ -198,7 +198,10 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Return a text for each difference in what two runs ask. any_model: True to ignore fingerprints."""
+    """Return a text for each difference in what two runs ask.
+
+    any_model: True if answers of any model are taken, so that another model is no difference.
+    """
     lines = []
     new_fingerprints = {new.model.fingerprint}
     if new.second is not None:  # a cascade takes answers of both its models

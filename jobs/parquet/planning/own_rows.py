@@ -459,7 +459,8 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
             values = value if isinstance(value, list) else [value]  # several samples give a list
-            if not _UNCUT.issuperset(values):
+            may_be_cut = not _UNCUT.issuperset(values)
+            if may_be_cut:
                 has_stopped[row] = False
     return has_stopped
 

@@ -79,6 +79,7 @@ def plan_run(
 
     converted_bytes = 0
     if missing:
+        # If a user has deleted _SUCCESS, the run counts as unfinished again.
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
         files = {plan.shards[shard].file for shard in missing}

@@ -271,10 +271,12 @@ def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     """Yield a column's values as its file writes them."""
     form = _form(field)
-    if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+    has_integers = form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY])
+    has_commas = form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY])
+    if has_integers:
         values = map(_whole_as_integer, values)
-    if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
-        return map(_with_comma, values)
+    if has_commas:
+        values = map(_with_comma, values)
     if form == JSON[_OWN_KEY]:
         return (_from_json(field.name, value) for value in values)
     return values

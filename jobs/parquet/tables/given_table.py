@@ -25,7 +25,7 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 def write_table_file(source: Any, folder: str) -> str:
     """Write a table into a folder as Parquet; return the file's path. Raises InvalidJob.
 
-    The file is named by its contents, so that the same table resumes its run.
+    The file is named by its contents, so that a table that is submitted again resumes its run.
     """
     table = _arrow_table(source)
     os.makedirs(folder, exist_ok=True)
