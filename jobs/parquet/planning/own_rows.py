@@ -282,7 +282,7 @@ class Matches:
     models: the model that answered the old row, as an index in `model_hashes`.
     model_hashes: hashes of the models whose answers may be taken.
     keys: a hash of what the new row asks and of the model that answered the old row.
-    is_shorter: whether the old row had a smaller max_tokens.
+    had_smaller_limit: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
     """
 
@@ -290,7 +290,7 @@ class Matches:
     models: npt.NDArray[np.uint16]
     model_hashes: Keys
     keys: Keys
-    is_shorter: npt.NDArray[np.bool_]
+    had_smaller_limit: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
 
     @classmethod
@@ -301,7 +301,7 @@ class Matches:
             models=np.zeros(num_rows, np.uint16),
             model_hashes=model_hashes,
             keys=np.zeros((num_rows, 2), np.uint64),
-            is_shorter=np.zeros(num_rows, np.bool_),
+            had_smaller_limit=np.zeros(num_rows, np.bool_),
             is_cut=np.zeros(num_rows, np.bool_),
         )
 
@@ -312,7 +312,7 @@ class Matches:
             places=self.places[start:end],
             models=self.models[start:end],
             keys=self.keys[start:end],
-            is_shorter=self.is_shorter[start:end],
+            had_smaller_limit=self.had_smaller_limit[start:end],
             is_cut=self.is_cut[start:end],
         )
 
@@ -321,7 +321,7 @@ class Matches:
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
-        self.is_shorter[rows] = other.is_shorter[rows]
+        self.had_smaller_limit[rows] = other.had_smaller_limit[rows]
 
 
 def find_matches(
@@ -348,7 +348,7 @@ def find_matches(
         matches_of_shard = matches.view(start, end)
         keys = row_keys(ask.key_of, rows)
         _match_equal(matches_of_shard, keys, old, second_answers)
-        _match_shorter(matches_of_shard, keys, rows, old, row_keys_with_limits)
+        _match_smaller_limit(matches_of_shard, keys, rows, old, row_keys_with_limits)
         matches_of_shard.keys[:] = whole_keys(keys, model_hashes[matches_of_shard.models])
     return matches
 
@@ -388,7 +388,7 @@ def _match_equal(
         matches.models[unmatched] = model_number
 
 
-def _match_shorter(
+def _match_smaller_limit(
     matches: Matches,
     keys: Keys,
     rows: Sequence[Row | RowProblem],
@@ -409,7 +409,7 @@ def _match_shorter(
             old_places = old.keys.find(whole_keys(new_keys, model_hash))
             matches.places[unmatched] = old_places
             matches.models[unmatched] = model_number
-            matches.is_shorter[unmatched] = old_places >= 0
+            matches.had_smaller_limit[unmatched] = old_places >= 0
 
 
 def _keys_with_smaller_limit(plan: Plan, old: OldRuns, functions_version: str) -> list[RowKeys]:
@@ -519,10 +519,10 @@ def take_answers(
 
 def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return for each new row whether its old answer, in `batch`, would be the same with the new max_tokens."""
-    is_shorter = matches.is_shorter[rows]
-    if not is_shorter.any():
+    had_smaller_limit = matches.had_smaller_limit[rows]
+    if not had_smaller_limit.any():
         return np.ones(len(rows), np.bool_)
-    return ~is_shorter | _has_stopped(batch)
+    return ~had_smaller_limit | _has_stopped(batch)
 
 
 def _sources(part: OldPart, places: Places) -> list[str]:
