@@ -100,12 +100,15 @@ class Progress:
         for completion in completions:
             if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
                 return False
-        return any(self.sort_key)  # the key counts replies, completions and tokens
+        # The key counts replies, completions and tokens. Without progress, all of these numbers are 0.
+        return any(self.sort_key)
 
     def to_json(self) -> Any:
         """Return the record as JSON for `from_json`."""
         received = [[number, _samples_json(samples)] for number, samples in self.received.items()]
-        tokens = [[number, _tokens_json(samples)] for number, samples in self.tokens.items()]
+        tokens = []
+        for number, tokens_by_sample in self.tokens.items():
+            tokens.append([number, _tokens_json(tokens_by_sample)])
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
             "received": received,
@@ -119,7 +122,7 @@ class Progress:
         return cls(
             replies=[_reply(reply) for reply in value["replies"]],
             received={int(number): _samples(samples) for number, samples in value["received"]},
-            tokens={int(number): _tokens(samples) for number, samples in value["tokens"]},
+            tokens={int(number): _tokens(pairs) for number, pairs in value["tokens"]},
             num_tokens=int(value["num_tokens"]),
         )
 
@@ -142,9 +145,9 @@ def _reply(value: Any) -> Reply:
     return [_samples(samples) for samples in value]
 
 
-def _tokens_json(samples: Mapping[int, Sequence[int]]) -> list[Any]:
+def _tokens_json(tokens_by_sample: Mapping[int, Sequence[int]]) -> list[Any]:
     """Return the token ids of a request's samples as JSON: pairs of a sample's index and its packed token ids."""
-    return [[index, _packed(token_ids)] for index, token_ids in samples.items()]
+    return [[index, _packed(token_ids)] for index, token_ids in tokens_by_sample.items()]
 
 
 def _tokens(value: Any) -> dict[int, list[int]]:

@@ -70,7 +70,7 @@ class ItemRunner(Generic[T]):
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
 
-        # All requests that were sent, by index; None for a request that was delivered.
+        # All requests that were sent, by index. None takes the place of a request whose completions were delivered.
         self._sent: list[Sent[T] | None] = []
         # Requests of items under way that wait to be sent.
         self._to_send: deque[tuple[Sent[T], Request]] = deque()
@@ -87,7 +87,8 @@ class ItemRunner(Generic[T]):
         self._opening: Entry[Any] | None = None
         opening = ask.opening() if self._not_begun else None
         if opening is not None:
-            self._opening = Entry([], lambda: opening)
+            no_places: list[int] = []  # the opening item answers no prompt or row
+            self._opening = Entry(no_places, lambda: opening)
             self._begin(self._opening)
 
     @property
@@ -188,8 +189,9 @@ class ItemRunner(Generic[T]):
             self._begin(entry)
 
     def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
-        """Return the progress of each begun item, by the number of the first prompt or row that the item answers.
+        """Return the progress of items under way, by the number of the first prompt or row that the item answers.
 
+        An item is left out if it has no progress, or if no record can hold its progress.
         tokens_of: see PromptTokens. A sample's tokens begin with the tokens of `Request.continued`.
         """
         # new_tokens_of[first_place][number]: the new tokens of request `number` of the item's present step.
@@ -255,8 +257,8 @@ class ItemRunner(Generic[T]):
             return
 
         resumed = entry.resumed
-        entry.resumed = NOTHING
-        step = item.num_steps
+        entry.resumed = NOTHING  # later steps have nothing to resume
+        step_number = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
         for number, request in enumerate(requests):
@@ -264,11 +266,11 @@ class ItemRunner(Generic[T]):
                 samples = resumed.received[number]
                 entry.add_received(number, samples)
                 entry.num_awaited -= 1
-                item.receive(step, number, samples)
+                item.receive(step_number, number, samples)
                 continue
             if number in resumed.tokens:
                 request = replace(request, resumed=resumed.tokens[number])
-            sent = Sent(entry, step, number, len(request.continued))
+            sent = Sent(entry, step_number, number, len(request.continued))
             self._to_send.append((sent, request))
         requests.clear()  # the item may hold this list, and with it the prompts
         if entry.num_awaited == 0:  # another execution has received all of this step
@@ -386,7 +388,7 @@ class ItemsTask(OpenTask):
 
     @property
     def num_requests(self) -> int | None:
-        """Return the runner's number of requests, 0 without a runner."""
+        """Return the runner's number of requests; 0 if there is no runner."""
         return 0 if self.runner is None else self.runner.num_requests
 
     @property

@@ -31,8 +31,9 @@ class ItemUnderWay(Generic[T]):
         self._lock = threading.Lock()
         # The requests of the present step, until they are taken.
         self._requests: list[Request] = []
-        # How many requests the present step has, and the completions that have come, by the request's number.
+        # How many requests the present step has.
         self._num_awaited = 0
+        # The completions of the present step that have come, by the number of their request.
         self._received: dict[int, Samples] = {}
         self.replies: list[Reply] = []
         self.num_steps = 0

@@ -94,7 +94,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for the rows of a run. `ask_of` then sets its source and its keys."""
+        """Return the object that asks the rows of a run. `ask_of` then sets its source and its keys."""
 
     @staticmethod
     @abc.abstractmethod
@@ -141,7 +141,7 @@ class RowAsk(Ask[Answer]):
         return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
-        """Return a request whose chat takes the run's time as the present, whenever the request is sent.
+        """Return a request whose chat takes the run's time as the present time, even if the request is sent later.
 
         If the request names an adapter, the returned request pins the adapter's files as the run does.
         """
@@ -162,7 +162,7 @@ class RowAsk(Ask[Answer]):
 
 
 def prompt_of(row: Row, *, is_json: bool) -> Any:
-    """Return a row's prompt: a text, chat messages, content parts or a pair of texts.
+    """Return a row's prompt: a text, chat messages, content parts, or a query with its document.
 
     is_json: whether the row holds the prompt as JSON. The prompt of a row with pictures is always JSON, because it is a
     list of parts.

@@ -44,7 +44,7 @@ class BatchLines(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for the lines of a run."""
+        """Return the object that asks the lines of a run."""
         return cls(plan, context)
 
     @staticmethod

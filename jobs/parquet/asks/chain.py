@@ -26,14 +26,14 @@ from jobs.runs.plans.spec import RunSpec
 class Chain(RowAsk):
     """Asks the prompts of each row, one after the other.
 
-    seed: the run's seed. control_tokens: the texts of the model's control tokens. In the values that fill a prompt they
-    are read as plain text, unless the prompt allows them.
+    seed: the run's seed. control_tokens: the texts of the model's control tokens. In a value that fills a prompt, such
+    a text is read as plain text, unless the prompt allows control tokens.
     """
 
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
         self._steps = spec.steps
         self._seed = seed
-        # One source and one ask for each of a row's prompts.
+        # For each of a row's prompts, a source that makes the prompt, and an object that asks it.
         self._sources = []
         self._asks = []
         for step in spec.steps:
@@ -43,7 +43,7 @@ class Chain(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask for a run whose rows have several prompts."""
+        """Return the object that asks the prompts of each row of a run."""
         return cls(plan.spec, plan.seed, context.model.control_tokens)
 
     @staticmethod
@@ -64,7 +64,7 @@ class Chain(RowAsk):
         return all(ask.is_deterministic(row) for ask in self._asks)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask one prompt after the other, up to an answer with an error. Prompts may hold the earlier answers."""
+        """Ask one prompt after the other until an answer has an error. Prompts may hold the earlier answers."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:
@@ -120,9 +120,9 @@ class Chain(RowAsk):
 
 
 def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Scores:
-    """Return the ask for one of a row's prompts."""
+    """Return the object that asks one of a row's prompts."""
     if not step.is_scored:
         return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
     scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))
-    chat = step.chat if step.is_chat else None
-    return Scores(scoring, chat)
+    chat_options = step.chat if step.is_chat else None
+    return Scores(scoring, chat_options)

@@ -61,9 +61,9 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 class Generate(RowAsk):
     """Asks for `n` completions of each row, or asks one prompt of a Chain.
 
-    sampling, chat: the prompt's sampling values and chat options. control_tokens: the texts of the model's control
-    tokens. If a text prompt is asked again and repeats an answer, they are broken up in the answer, unless the prompt
-    allows them.
+    sampling: the prompt's sampling values. control_tokens: the texts of the model's control tokens. A text prompt that
+    is asked again may repeat the refused answer. Control tokens in that answer are read as plain text, unless the
+    prompt allows them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Generate(RowAsk):
         spec: RunSpec,
         seed: int,
         sampling: Mapping[str, Any],
-        chat: ChatOptions,
+        chat_options: ChatOptions,
         is_chat: bool,
         control_tokens: Collection[str] = (),
     ) -> None:
@@ -79,14 +79,14 @@ class Generate(RowAsk):
         self._sampling = {name: value for name, value in sampling.items() if name != "seed"}
         self._seed = seed
         self._n = spec.n
-        self._chat = chat
+        self._chat_options = chat_options
         self._has_row_tools = spec.has_row_tools
         self._is_chat = is_chat
         self._logprob_type = spec.logprob_type
         self._logprob_bytes = 0
         self._repairs = spec.repairs
-        # If a prompt's control tokens are not split into plain text, those in an answer are not broken up either.
-        splits_tokens = chat.get(SPLIT_TOKENS, True)
+        # If control tokens in a prompt are not split into plain text, control tokens in an answer are not split either.
+        splits_tokens = chat_options.get(SPLIT_TOKENS, True)
         self._control_tokens = control_tokens if splits_tokens else ()
         #: How several requests lead to a row's answer, such as by tool calls; None if one request is enough.
         self._way = spec.way
@@ -95,13 +95,13 @@ class Generate(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask that gets a completion for each row of a run."""
+        """Return the object that asks for a completion of each row of a run."""
         spec = plan.spec
         return cls(
             spec,
             plan.seed,
             sampling=spec.chat.sampling,
-            chat=spec.chat.options,
+            chat_options=spec.chat.options,
             is_chat=spec.is_chat,
             control_tokens=context.model.control_tokens,
         )
@@ -133,7 +133,7 @@ class Generate(RowAsk):
         return row.own_sampling.get("temperature", run_temperature) == 0
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask a row for its completions."""
+        """Ask for the completions of a row."""
         request = self.request(row, row_seed(self._seed, number))
         check_values = json.loads(row.values) if row.values else None  # for a check function
         if self._way is not None:  # the row's answer takes several requests, such as tool calls
@@ -162,16 +162,18 @@ class Generate(RowAsk):
         if not self._has_row_tools:
             row_values.pop("tools", None)  # with `tool_choice` "none", a column of tools is ignored
         sampling = {**self._sampling, **row_values}
-        chat = self._chat
+        chat_options = self._chat_options
         if "tools" in row_values:
             # Tools are a chat option. The row's tools replace the run's, and the run's other options stay.
-            run_values = {**self._sampling, **self._chat}
-            sampling, chat = split_chat_options({**run_values, **row_values})
+            run_values = {**self._sampling, **self._chat_options}
+            sampling, chat_options = split_chat_options({**run_values, **row_values})
         if sampling.get("temperature") != 0:
             sampling = {"seed": seed, **sampling}  # a seed that the row names stays
         prompt = prompt_of(row, is_json=self._is_chat)
         if self._is_chat:
-            return Request(prompt=None, messages=prompt, sampling=sampling, chat_options=chat)
+            return Request(
+                prompt=None, messages=prompt, sampling=sampling, chat_options=chat_options
+            )
         return Request(prompt=prompt, messages=None, sampling=sampling)
 
     def answer(self, prompt_answer: PromptAnswer) -> Answer:
@@ -182,7 +184,7 @@ class Generate(RowAsk):
             return replace(failed, attempts=1)  # a request that failed is not asked again
         samples = prompt_answer.samples
         first = prompt_answer.first
-        columns = {**self._logprobs(samples), **_plain_columns(prompt_answer.extras)}
+        columns = {**self._logprobs(samples), **_extra_columns(prompt_answer.extras)}
         return Answer(
             completion=self._one_or_all([sample.text for sample in samples]),
             finish_reason=self._one_or_all([finish_reason_of(sample) for sample in samples]),
@@ -235,7 +237,7 @@ def _list_field_if_per_completion(field: pa.Field) -> pa.Field:
     return field
 
 
-def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that `spec.way`, if there is one, adds to an answer. Lists and objects become JSON texts."""
     columns = {}
     for name, value in extras.items():

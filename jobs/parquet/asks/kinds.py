@@ -26,7 +26,7 @@ def kind_of(spec: RunSpec) -> type[RowAsk]:
 
 
 def ask_of(plan: Plan, context: JobContext) -> RowAsk:
-    """Return the ask for a run's rows. Raises InvalidJob."""
+    """Return the object that asks a run's rows. Raises InvalidJob."""
     spec = plan.spec
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     ask = kind_of(spec).of_plan(plan, context, source)
@@ -38,7 +38,7 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask.keys = RowKeys(
         spec,
         ask.opening_request,
-        check=spec.functions_version(context.checks),
+        functions_version=spec.functions_version(context.checks),
         max_model_len=plan.model.max_model_len,
         seed=plan.given_seed,
         adapters=ask.adapters,

@@ -88,7 +88,7 @@ class RowKeys:
     """The keys of a run's rows.
 
     opening_request: the request that is sent before the rows are asked; None if the run has no such request.
-    check: the version of the run's check function.
+    functions_version: see RunSpec.functions_version.
     max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt.
     seed: Plan.given_seed. adapters: the adapters that the run has pinned.
     """
@@ -97,19 +97,22 @@ class RowKeys:
         self,
         spec: RunSpec,
         opening_request: Request | None,
-        check: str,
+        functions_version: str,
         max_model_len: int = 0,
         seed: int | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         self._spec = spec
-        # The keys are all texts by which rows may name an adapter. Each value is the adapter's pinned text: its name
-        # with a hash of its files.
+        # For each text by which rows may name an adapter, the adapter's pinned text: its name with a hash of its files.
         self._pinned = {name: adapters.pin(name) for name in adapters.names}
         self._adapters_of_run = names_in_arguments(spec)
         self._is_batch_file = spec.input_format == OPENAI_BATCH
         deciding = _deciding_arguments(spec)
-        deciding |= {"chat": spec.is_chat, "lines": self._is_batch_file, "function": check}
+        deciding |= {
+            "chat": spec.is_chat,
+            "lines": self._is_batch_file,
+            "function": functions_version,
+        }
         if opening_request is not None:
             deciding["before"] = [opening_request.prompt, opening_request.messages]
 
@@ -123,8 +126,8 @@ class RowKeys:
         sorted_json = json.dumps(_sorted(deciding))
         deciding_json = _with_whole_integers(sorted_json)
         packed = deciding_json.encode("utf-8", "surrogatepass")
-        #: A hash of what the run asks of all rows. Each value that decides answers is part of it, and so is the check
-        #: function's version.
+        #: A hash of what the run asks of all rows. Each value that decides answers is part of it, and so is the
+        #: version of the functions that look at answers.
         self.name = blake2b(packed, digest_size=SIZE).hexdigest()
 
     def key_of(self, row: Row) -> bytes:
@@ -147,6 +150,7 @@ class RowKeys:
         digest = blake2b(digest_size=SIZE, key=self.name.encode())
         for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")
+            # The length keeps the end of a text apart from the beginning of the next text.
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.digest()
@@ -194,7 +198,10 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Return a text for each difference in what two runs ask. any_model: True to ignore fingerprints."""
+    """Return a text for each difference in what two runs ask.
+
+    any_model: True if answers of any model are taken, so that another model is no difference.
+    """
     lines = []
     new_fingerprints = {new.model.fingerprint}
     if new.second is not None:  # a cascade takes answers of both its models

@@ -1,4 +1,4 @@
-"""Asks rows for scores of one of the kinds in jobs/prompts/scoring. Nothing is generated for these rows."""
+"""Scores rows in one of the ways that jobs/prompts/scoring defines. Nothing is generated for these rows."""
 
 from dataclasses import replace
 from typing import Any, Self
@@ -34,32 +34,32 @@ def scoring_of(spec: RunSpec) -> type[Scoring] | None:
 class Scores(RowAsk):
     """Asks each row once, to score it. Nothing is generated.
 
-    chat: the options of rows that are chats; None for other rows.
+    chat_options: the options of rows that are chats; None for other rows.
     prior: a row without content. It is asked before the run's rows, to calibrate their scores. None for a run that
     does not calibrate.
     """
 
     def __init__(
-        self, scoring: Scoring, chat: ChatOptions | None = None, prior: Row | None = None
+        self, scoring: Scoring, chat_options: ChatOptions | None = None, prior: Row | None = None
     ) -> None:
         self._scoring = scoring
-        self._chat = chat
+        self._chat_options = chat_options
         if prior is not None:
             self.opening_request = self.request(prior)
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return the ask that scores the rows of a run."""
+        """Return the object that scores the rows of a run."""
         spec = plan.spec
         kind = scoring_of(spec)
         assert kind is not None, "a run that generates has no scoring"
-        chat = spec.chat.options if spec.is_chat else None
+        chat_options = spec.chat.options if spec.is_chat else None
         prior = content_free(spec, source) if spec.calibrate else None
         scoring = kind.of_run(vars(spec), context.model)
         if ADAPTER in spec.sampling:  # the requests name the run's adapter
             values = {**scoring.values, ADAPTER: spec.sampling[ADAPTER]}
             scoring = replace(scoring, values=values)
-        return cls(scoring, chat, prior)
+        return cls(scoring, chat_options, prior)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -94,7 +94,7 @@ class Scores(RowAsk):
         self._scoring = self._scoring.calibrated(completion)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask a row once."""
+        """Ask for the scores of a row, with one request."""
         return self.prompt_item(row)
 
     def prompt_item(self, row: Row, seed: int = 0) -> Item[Answer]:
@@ -106,8 +106,8 @@ class Scores(RowAsk):
 
     def request(self, row: Row) -> Request:
         """Return the request of a row. Raises RowProblem."""
-        is_json = self._chat is not None or self._scoring.asks_pairs
-        request = self._scoring.request(prompt_of(row, is_json=is_json), self._chat)
+        is_json = self._chat_options is not None or self._scoring.asks_pairs
+        request = self._scoring.request(prompt_of(row, is_json=is_json), self._chat_options)
         if isinstance(request, Unusable):
             raise RowProblem(request.reason)
         return request

@@ -47,6 +47,6 @@ def with_adapters_of_rows(context: JobContext, storage: Storage, plan: Plan) -> 
 
 
 def _with_adapters(plan: Plan, pinned: set[str]) -> Plan:
-    """Return a plan that names these adapters."""
+    """Return a plan that pins these adapters and no others. pinned: the adapters' pinned texts."""
     model = replace(plan.model, adapters=tuple(sorted(pinned)))
     return replace(plan, model=model)

@@ -101,7 +101,7 @@ def _check_key_names(files: Sequence[FoundFile], names: Sequence[str]) -> None:
         if file.key_names != names:
             raise SchemaMismatch(
                 file.path,
-                f"its folders give the columns {file.key_names}, the first file's {names}",
+                f"its folders give the columns {file.key_names}, and the first file's folders give {names}",
             )
         if len(set(names)) < len(names):
             raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
@@ -181,7 +181,7 @@ class Search:
 
     def expand(self, input_path: str) -> tuple[str, list[FoundFile]]:
         """Return the folder that is searched, and its files. input_path: a file, a folder or a glob of the input."""
-        # A file may have a name that looks like a pattern. Then the file is meant.
+        # If a file has a name that looks like a pattern, the file itself is meant.
         if has_magic(input_path) and self.storage.entry(input_path) is None:
             folder, _ = _split_pattern(input_path)
             return folder, list(self._matched_files(input_path))
@@ -210,7 +210,7 @@ class Search:
     def _folder_files(self, found_path: str, path: str) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
         files, nested = self._walk(Folder(found_path, path))
-        # A folder's own files come before the files of the folders below.
+        # The paths are compared name by name, so the files of each folder stay together.
         files.sort(key=lambda file: file.found_path.split("/"))
         wanted_format = self._wanted_format
         if wanted_format is None:
@@ -285,7 +285,7 @@ class Search:
             segments_here = [segments[index] for index in indices]
             for entry in self._candidates(folder, segments_here):
                 matched_indices = {
-                    index for index in indices if _matches(segments[index], entry.name)
+                    index for index in indices if _segment_matches(segments[index], entry.name)
                 }
                 is_skipped = _is_hidden(entry.name) and not with_hidden
                 if not matched_indices or is_skipped:
@@ -316,7 +316,7 @@ class Search:
         return entries
 
 
-def _matches(segment: str, name: str) -> bool:
+def _segment_matches(segment: str, name: str) -> bool:
     """Whether a segment of a glob matches a name; for `**`, whether the search goes into a folder of this name."""
     if not has_magic(segment):
         return name == segment
@@ -362,7 +362,7 @@ def find_files(
     A glob gives the files that it matches. A glob without ** also gives the files of the folders that it matches.
     The files of each input are sorted. Hidden names are left out unless a glob spells a hidden name out.
     If there are several inputs, keys are taken from the folders below the innermost folder that holds all inputs.
-    Raises InputError, InvalidJob, or SchemaMismatch for too many columns.
+    Raises InputError or InvalidJob.
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []

@@ -54,7 +54,7 @@ def read_inputs(
                 break
 
     schema = scanned.schema
-    columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
+    added_columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
     # Files beyond the limit were not scanned, so they are left out.
     for planned_file, values in zip(scanned.files, added_values, strict=False):
@@ -73,17 +73,17 @@ def read_inputs(
         version=version("tokenmill"),
         files=tuple(planned_files),
         shards=shards,
-        added_columns=tuple(columns),
+        added_columns=tuple(added_columns),
         input_format=scanned.format,
         columns=tuple(scanned.columns.items()),
-        as_json=_read_as_json(spec, scanned),
+        as_json=_columns_read_as_json(spec, scanned),
         sizes=tuple(shard_sizes),
     )
-    _check_columns(spec, with_added_fields(schema, columns), found_files[0].path)
+    _check_columns(spec, with_added_fields(schema, added_columns), found_files[0].path)
     return plan
 
 
-def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
+def _columns_read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
     """Return the columns of JSON lines in which each value must keep the form that it has in its line.
 
     Such a column is read as JSON. Any other column gets one type for all rows, which may change how a value looks. A
@@ -105,6 +105,7 @@ def _read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str, ...]:
         written_columns = all_columns if chosen is None else chosen
 
     as_json = []
+    # A dict, so that the names keep their order and none comes twice.
     candidates = dict.fromkeys((*row_source(spec).columns, *written_columns))
     for name in candidates:
         if name not in scanned.kinds or name in never_json:
@@ -245,9 +246,9 @@ class _ScannedFiles:
         """
         is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
-            difference = (
-                f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
-            )
+            header = brief(list(kinds))
+            first_header = brief(list(self.kinds))
+            difference = f"its header is {header}, and the first file's header is {first_header}"
             raise errors.SchemaMismatch(path, difference)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():
@@ -290,7 +291,10 @@ def _column_difference(schema: pa.Schema, first: pa.Schema) -> str:
     first_columns = set(map(_column_text, first))
     extra = sorted(columns - first_columns)
     missing = sorted(first_columns - columns)
-    return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
+    return (
+        f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; "
+        "their order must be the same too)"
+    )
 
 
 def _column_text(field: pa.Field) -> str:

@@ -88,7 +88,7 @@ def _chosen_rows(
                 numbers = np.arange(start, end)
                 start = end
                 if plan.spec.order is not None:
-                    # The output can be put back into the input's order by this column.
+                    # This column lets a reader put the output back into the input's order.
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
                 places_of_batch = places[numbers]
                 is_chosen = places_of_batch >= 0
@@ -187,11 +187,12 @@ def _note_differences(old: OldRuns, plan: Plan, any_model: bool) -> None:
     any_model: True if answers of any model are taken, so that another model is no difference.
     """
     has_function = plan.spec.repairs.function is not None
+    why_few_answers = _WHY_FEW_CHECKED_ANSWERS if has_function else _WHY_FEW_ANSWERS
     for run, old_plan in zip(old.reused, old.plans, strict=True):
         run.differs = differences(old_plan, plan, any_model=any_model)
         if not run.differs:
             # No argument differs. If few answers are taken, the reason is another one.
-            run.differs = [_WHY_FEW_ANSWERS[has_function]]
+            run.differs = [why_few_answers]
 
 
 def _new_rows(
@@ -231,12 +232,13 @@ def _write_taken_answers(
         write_taken(storage, plan, ask_name, buckets)
 
 
-#: What a user reads if few rows were taken from an earlier run that asked the same. The keys say whether a function
-#: checks the answers.
-_WHY_FEW_ANSWERS = {
-    False: "it asked the same, but of other rows, or it has few answers",
-    True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
-}
+#: What a user reads if few rows were taken from an earlier run that asked the same.
+_WHY_FEW_ANSWERS = "it asked the same, but of other rows, or it has few answers"
+#: What the user reads if a function checks the answers.
+_WHY_FEW_CHECKED_ANSWERS = (
+    "it asked the same, but of other rows, or with another source of the check function, "
+    "or it has few answers"
+)
 
 
 def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
@@ -280,7 +282,7 @@ class Matches:
     models: the model that answered the old row, as an index in `model_hashes`.
     model_hashes: hashes of the models whose answers may be taken.
     keys: a hash of what the new row asks and of the model that answered the old row.
-    is_shorter: whether the old row had a smaller max_tokens.
+    had_smaller_limit: whether the old row had a smaller max_tokens.
     is_cut: whether an answer with a smaller max_tokens was found and not taken, because it was cut.
     """
 
@@ -288,7 +290,7 @@ class Matches:
     models: npt.NDArray[np.uint16]
     model_hashes: Keys
     keys: Keys
-    is_shorter: npt.NDArray[np.bool_]
+    had_smaller_limit: npt.NDArray[np.bool_]
     is_cut: npt.NDArray[np.bool_]
 
     @classmethod
@@ -299,7 +301,7 @@ class Matches:
             models=np.zeros(num_rows, np.uint16),
             model_hashes=model_hashes,
             keys=np.zeros((num_rows, 2), np.uint64),
-            is_shorter=np.zeros(num_rows, np.bool_),
+            had_smaller_limit=np.zeros(num_rows, np.bool_),
             is_cut=np.zeros(num_rows, np.bool_),
         )
 
@@ -310,7 +312,7 @@ class Matches:
             places=self.places[start:end],
             models=self.models[start:end],
             keys=self.keys[start:end],
-            is_shorter=self.is_shorter[start:end],
+            had_smaller_limit=self.had_smaller_limit[start:end],
             is_cut=self.is_cut[start:end],
         )
 
@@ -319,7 +321,7 @@ class Matches:
         self.places[rows] = other.places[rows]
         self.models[rows] = other.models[rows]
         self.keys[rows] = other.keys[rows]
-        self.is_shorter[rows] = other.is_shorter[rows]
+        self.had_smaller_limit[rows] = other.had_smaller_limit[rows]
 
 
 def find_matches(
@@ -340,13 +342,13 @@ def find_matches(
         model_hashes = np.concatenate([model_hashes, old.model_hashes])
     matches = Matches.unmatched(plan.rows, model_hashes)
     functions_version = plan.spec.functions_version(context.checks)
-    keys_of_shorter = _keys_with_smaller_limit(plan, old, functions_version)
+    row_keys_with_limits = _keys_with_smaller_limit(plan, old, functions_version)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         end = start + len(rows)
         matches_of_shard = matches.view(start, end)
         keys = row_keys(ask.key_of, rows)
         _match_equal(matches_of_shard, keys, old, second_answers)
-        _match_shorter(matches_of_shard, keys, rows, old, keys_of_shorter)
+        _match_smaller_limit(matches_of_shard, keys, rows, old, row_keys_with_limits)
         matches_of_shard.keys[:] = whole_keys(keys, model_hashes[matches_of_shard.models])
     return matches
 
@@ -386,36 +388,36 @@ def _match_equal(
         matches.models[unmatched] = model_number
 
 
-def _match_shorter(
+def _match_smaller_limit(
     matches: Matches,
     keys: Keys,
     rows: Sequence[Row | RowProblem],
     old: OldRuns,
-    keys_of_shorter: Sequence[RowKeys],
+    row_keys_with_limits: Sequence[RowKeys],
 ) -> None:
     """Look for old rows that asked the same as the new rows, but with a smaller max_tokens.
 
-    keys: the new rows' keys, which do not cover the model. keys_of_shorter: for each smaller max_tokens, a RowKeys that
-    makes the keys which the new rows would have with it.
+    keys: the new rows' keys, which do not cover the model. row_keys_with_limits: for each smaller max_tokens, a RowKeys
+    that makes the keys which the new rows would have with that max_tokens.
     """
     has_key = keys.any(axis=1)
-    for shorter in keys_of_shorter:
+    for keys_with_limit in row_keys_with_limits:
         for model_number, model_hash in enumerate(matches.model_hashes):
             unmatched = np.flatnonzero(has_key & (matches.places < 0))
             unmatched_rows = [rows[index] for index in unmatched.tolist()]
-            shorter_keys = row_keys(shorter.key_of, unmatched_rows)
-            old_places = old.keys.find(whole_keys(shorter_keys, model_hash))
+            new_keys = row_keys(keys_with_limit.key_of, unmatched_rows)
+            old_places = old.keys.find(whole_keys(new_keys, model_hash))
             matches.places[unmatched] = old_places
             matches.models[unmatched] = model_number
-            matches.is_shorter[unmatched] = old_places >= 0
+            matches.had_smaller_limit[unmatched] = old_places >= 0
 
 
-def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
+def _keys_with_smaller_limit(plan: Plan, old: OldRuns, functions_version: str) -> list[RowKeys]:
     """Return a RowKeys for each max_tokens that old runs had and that is smaller than the plan's.
 
     Such a RowKeys makes the keys that the plan's rows would have with that max_tokens. An old answer under one of these
     keys would be the same now, unless it was cut. A run of batch files gets no such RowKeys, because its lines have
-    sampling values of their own. check: the version of the check's function.
+    sampling values of their own. functions_version: see RunSpec.functions_version.
     """
     spec = plan.spec
     has_limit = kind_of(spec) in (Generate, Chain)
@@ -423,27 +425,27 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, check: str) -> list[RowKe
     if not has_limit or takes_several_requests or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
-    keys_of_shorter = []
-    old_values = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
-    for old_value in old_values:
-        old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
+    row_keys_with_limits = []
+    given_limits = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
+    for given_limit in given_limits:
+        old_limit = DEFAULT_MAX_TOKENS if given_limit is None else given_limit
         are_integers = type(limit) is int and type(old_limit) is int
         if not are_integers or old_limit >= limit:
             continue
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
-        if old_value is not None:
-            sampling["max_tokens"] = old_value
-        shorter_spec = replace(spec, sampling=sampling)
-        shorter_keys = RowKeys(
-            shorter_spec,
+        if given_limit is not None:  # keys cover only sampling values that a run was given
+            sampling["max_tokens"] = given_limit
+        spec_with_limit = replace(spec, sampling=sampling)
+        keys_with_limit = RowKeys(
+            spec_with_limit,
             opening_request=None,
-            check=check,
+            functions_version=functions_version,
             max_model_len=plan.model.max_model_len,
             seed=plan.given_seed,
             adapters=Adapters(plan.model.adapters),
         )
-        keys_of_shorter.append(shorter_keys)
-    return keys_of_shorter
+        row_keys_with_limits.append(keys_with_limit)
+    return row_keys_with_limits
 
 
 def _shows_cuts(column: str) -> bool:
@@ -457,7 +459,8 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     for name in filter(_shows_cuts, batch.schema.names):
         for row, value in enumerate(batch.column(name).to_pylist()):
             values = value if isinstance(value, list) else [value]  # several samples give a list
-            if not _UNCUT.issuperset(values):
+            may_be_cut = not _UNCUT.issuperset(values)
+            if may_be_cut:
                 has_stopped[row] = False
     return has_stopped
 
@@ -516,10 +519,10 @@ def take_answers(
 
 def _are_usable(matches: Matches, rows: Places, batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return for each new row whether its old answer, in `batch`, would be the same with the new max_tokens."""
-    is_shorter = matches.is_shorter[rows]
-    if not is_shorter.any():
+    had_smaller_limit = matches.had_smaller_limit[rows]
+    if not had_smaller_limit.any():
         return np.ones(len(rows), np.bool_)
-    return ~is_shorter | _has_stopped(batch)
+    return ~had_smaller_limit | _has_stopped(batch)
 
 
 def _sources(part: OldPart, places: Places) -> list[str]:

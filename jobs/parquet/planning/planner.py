@@ -79,6 +79,7 @@ def plan_run(
 
     converted_bytes = 0
     if missing:
+        # If a user has deleted _SUCCESS, the run counts as unfinished again.
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
         files = {plan.shards[shard].file for shard in missing}
@@ -185,10 +186,10 @@ def _new_plan(
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
-    """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
+    """Return the model that answers rows with low margins again; None if the run is no cascade. Raises NoSecondModel.
 
-    Workers of the queue must serve exactly one other model. The models are read from keys that only workers can write.
-    The records that people see are not used, because producers could forge them.
+    Workers of the queue must serve exactly one other model. The models are read from Redis keys that only workers can
+    write. The records that people see are not used, because producers could forge them.
     """
     if spec.escalate_below is None:
         return None
@@ -203,7 +204,7 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
             continue
         candidate = PinnedModel(
             name=served.model,
-            fingerprint=names[0],  # the first of ServedModel.names
+            fingerprint=names[0],  # ServedModel.names begins with the fingerprint
             dtype=served.dtype,
             max_model_len=served.max_model_len,
             clock=clock_text(split_formats(served.clock_formats), now),

@@ -119,7 +119,8 @@ class SurveyWork(RowsTask):
     def _requests_to_try(self, first: int | None, max_num_seqs: int) -> list[PlannedRequest]:
         """Return the requests to send or show: a preview's first requests, or a sample of a dry run's requests.
 
-        first: see `__init__`. max_num_seqs: the requests in a full batch of the worker.
+        first: how many of the first requests a preview shows; None for a dry run. max_num_seqs: the requests in a full
+        batch of the worker.
         """
         requests = sorted(self._counts.requests, key=lambda request: request.row)
         if first is not None:
@@ -174,7 +175,7 @@ class SurveyWork(RowsTask):
         self._seconds = time.monotonic() - self._began_at
 
     def result(self) -> dict[str, Any]:
-        """Return the counts. A preview also returns the rows that it shows, a dry run its estimates."""
+        """Return the counts, with the rows to show if this is a preview, or the estimates if it is a dry run."""
         answers = self.required_runner.answers()
         result = self._counts.to_object()
         result["num_tried"] = len(answers)
@@ -222,9 +223,9 @@ class SurveyWork(RowsTask):
             num_rows = num_requests * planned.rows
             generated_tokens += num_requests * answered.num_tokens
             completion_tokens += num_rows * answered.num_tokens
-            later_of_request = max(0, answer.prompt_tokens - planned.tokens)
-            later_tokens += num_requests * later_of_request
-            later_tokens_of_rows += num_rows * later_of_request
+            later_tokens_of_request = max(0, answer.prompt_tokens - planned.tokens)
+            later_tokens += num_requests * later_tokens_of_request
+            later_tokens_of_rows += num_rows * later_tokens_of_request
             margin = answer.column("margin")
             if margin is not None and margin < escalation_bound:
                 rows_escalated += num_rows
@@ -412,7 +413,7 @@ class _Counts:
             self.requests += requests
             self.request_tokens += tokens * len(requests)
 
-        # The first of all equal rows repeats no row. It is one of these rows if no earlier shard has an equal row.
+        # If no earlier shard has an equal row, the first of these rows repeats no row.
         num_first = 1 if known_request is None else 0
         self._counts["rows_repeated"] += len(numbers) - num_first
         self._counts["prompt_tokens"] += len(numbers) * tokens
@@ -451,21 +452,22 @@ class _Counts:
 
     def to_object(self) -> dict[str, Any]:
         """Return the counts, scaled to the whole run, and the commonest reasons of errors."""
-        scaled = {
+        counts_of_read_rows = {
             **self._counts,
             "rows_failing": self._reasons.rows,
             "requests": len(self.requests),
         }
+        scaled = {name: count * self.scale for name, count in counts_of_read_rows.items()}
         return {
             "num_rows": self._total,
             "rows_read": self._rows_read,
             "reasons": [vars(reason) for reason in self._reasons.commonest(MAX_REASONS)],
-            **{name: count * self.scale for name, count in scaled.items()},
+            **scaled,
         }
 
 
 class _Unanswerable(Exception):
-    """Raised for a row without a prompt. Its text is the row's error."""
+    """Raised for a row that has no request to send. Its text is the row's error."""
 
 
 def _limit_of(request: Request) -> int:
@@ -477,15 +479,15 @@ def _limit_of(request: Request) -> int:
 def _with_beginning(request: Request, beginning: str) -> Request:
     """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
-    In a prompt of token ids, some of its own tokens stand in front instead. A request for embeddings stays as it is,
-    because it uses no cache.
+    A prompt of token ids begins with some of its own tokens instead. A request of another kind, such as for embeddings,
+    stays as it is, because it uses no cache.
     """
     if request.kind not in ("generate", "score"):
         return request
     prompt = request.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):  # token ids
-        ids = Random(beginning).choices(prompt, k=len(beginning))
-        return replace(request, prompt=[*ids, *prompt])
+        ids_in_front = Random(beginning).choices(prompt, k=len(beginning))
+        return replace(request, prompt=[*ids_in_front, *prompt])
     if request.messages is None:
         return replace(request, prompt=_prefixed(request.prompt, beginning))
     first, *later = request.messages

@@ -38,24 +38,26 @@ _BYTES_TESTS = (
 )
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Whether values are texts. A column that only has nulls counts as a column of texts."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return any(is_of_type(kind) for is_of_type in _TEXT_TESTS)
+def is_text(data_type: pa.DataType) -> bool:
+    """Whether values of a type are texts. A column that only has nulls counts as a column of texts."""
+    if pa.types.is_dictionary(data_type):
+        return is_text(data_type.value_type)
+    return any(is_of_type(data_type) for is_of_type in _TEXT_TESTS)
 
 
-def is_bytes(kind: pa.DataType) -> bool:
-    """Whether values are bytes."""
-    if pa.types.is_dictionary(kind):
-        return is_bytes(kind.value_type)
-    return any(is_of_type(kind) for is_of_type in _BYTES_TESTS)
+def is_bytes(data_type: pa.DataType) -> bool:
+    """Whether values of a type are bytes."""
+    if pa.types.is_dictionary(data_type):
+        return is_bytes(data_type.value_type)
+    return any(is_of_type(data_type) for is_of_type in _BYTES_TESTS)
 
 
-def is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists."""
+def is_list(data_type: pa.DataType) -> bool:
+    """Whether values of a type are lists."""
     return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        pa.types.is_list(data_type)
+        or pa.types.is_large_list(data_type)
+        or pa.types.is_fixed_size_list(data_type)
     )
 
 
@@ -129,7 +131,10 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
-    """Return a file's schema, followed by the added columns that planning has not written into the file."""
+    """Return a file's schema with the added columns at its end.
+
+    A file that planning has written may have these columns already. Then they are not added again.
+    """
     fields = [
         pa.field(column.name, column.type) for column in columns if column.name not in schema.names
     ]
@@ -169,23 +174,24 @@ def num_values(column: pa.Array) -> int:
     return 0
 
 
-def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
-    """Whether values are of a kind, or contain values of that kind. is_kind: a test such as `is_bytes`."""
-    if is_kind(kind):
+def holds(data_type: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type is of a kind, or contains a type of that kind. is_kind: a test such as `is_bytes`."""
+    if is_kind(data_type):
         return True
-    if not pa.types.is_nested(kind):
+    if not pa.types.is_nested(data_type):
         return False
-    return any(holds(kind.field(number).type, is_kind) for number in range(kind.num_fields))
+    inner_types = [data_type.field(number).type for number in range(data_type.num_fields)]
+    return any(holds(inner_type, is_kind) for inner_type in inner_types)
 
 
-def with_dicts(value: Any, kind: pa.DataType) -> Any:
+def with_dicts(value: Any, data_type: pa.DataType) -> Any:
     """Return a value from Arrow with dicts in place of its maps. If a map has equal keys, the last value counts."""
-    if isinstance(value, list) and pa.types.is_map(kind):
-        return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
+    if isinstance(value, list) and pa.types.is_map(data_type):
+        return {f"{key}": with_dicts(item, data_type.item_type) for key, item in value}
     if isinstance(value, list):
-        return [with_dicts(item, kind.value_type) for item in value]
+        return [with_dicts(item, data_type.value_type) for item in value]
     if isinstance(value, dict):
-        return {name: with_dicts(item, kind.field(name).type) for name, item in value.items()}
+        return {name: with_dicts(item, data_type.field(name).type) for name, item in value.items()}
     return value
 
 
@@ -265,10 +271,12 @@ def as_number(field: pa.Field, column: pa.Array) -> pa.Array:
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     """Yield a column's values as its file writes them."""
     form = _form(field)
-    if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+    has_integers = form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY])
+    has_commas = form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY])
+    if has_integers:
         values = map(_whole_as_integer, values)
-    if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
-        return map(_with_comma, values)
+    if has_commas:
+        values = map(_with_comma, values)
     if form == JSON[_OWN_KEY]:
         return (_from_json(field.name, value) for value in values)
     return values
@@ -318,11 +326,11 @@ def row_values(name: str, column: pa.Array, are_answers: bool = False) -> Iterat
     return values
 
 
-def _maps_as_dicts(values: Iterable[Any], kind: pa.DataType) -> Iterator[Any]:
+def _maps_as_dicts(values: Iterable[Any], data_type: pa.DataType) -> Iterator[Any]:
     """Yield a column's values and problems, with dicts in place of Arrow's maps."""
     for value in values:
         is_problem = isinstance(value, RowProblem)
-        yield value if is_problem else with_dicts(value, kind)
+        yield value if is_problem else with_dicts(value, data_type)
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
@@ -330,6 +338,7 @@ def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
     if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         with suppress(*_NO_PYTHON_VALUE):
             return iter(column.to_pylist())
+    # The column is large, or a value in it cannot be read. So each value is converted by itself.
     return (_value(name, column.slice(row, 1)) for row in range(len(column)))
 
 
@@ -340,6 +349,7 @@ def _num_bytes(column: pa.Array) -> int:
         # In Python, each row has its own copy of an entry. At worst, one entry has nearly all bytes of the dictionary,
         # and each row has this entry.
         size += len(column) * int(column.dictionary.nbytes)
+    # Arrow stores some values without bytes, such as those of type null. So each inner value counts as one more byte.
     return size + num_values(column)
 
 

@@ -25,7 +25,7 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 def write_table_file(source: Any, folder: str) -> str:
     """Write a table into a folder as Parquet; return the file's path. Raises InvalidJob.
 
-    The file is named by its contents, so that the same table resumes its run.
+    The file is named by its contents, so that a table that is submitted again resumes its run.
     """
     table = _arrow_table(source)
     os.makedirs(folder, exist_ok=True)
@@ -86,7 +86,7 @@ def _as_table(source: Any) -> pa.Table:
     """
     package = type(source).__module__.partition(".")[0]
     if package in ("pandas", "polars") and type(source).__name__ == "Series":
-        raise InvalidJob("a Series is a column, and no table: give it as series.to_frame()")
+        raise InvalidJob("a Series is a column, not a table: give series.to_frame()")
     if package == "pandas" and hasattr(source, "columns"):
         return pa.Table.from_pandas(source)
     # `to_arrow` of a polars DataFrame gives plain columns of text, not columns of views.
@@ -95,7 +95,7 @@ def _as_table(source: Any) -> pa.Table:
     # Only a LazyFrame has `collect`.
     if package == "polars" and hasattr(source, "collect"):
         raise InvalidJob(
-            "a LazyFrame is no table yet: give it as frame.collect(), or its files themselves"
+            "a LazyFrame is no table yet: give frame.collect(), or the paths of its files"
         )
     if package == "datasets" and hasattr(source, "with_format"):
         source = source.with_format("arrow")[:]

@@ -126,7 +126,7 @@ class RowBuckets(ExitStack):
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
-        """Yield all rows, sorted by the places that `add` was given for them. May be called once."""
+        """Yield all rows in the order of their places. May be called once."""
         self._flush()
         for bucket in sorted(self._streams):
             path, stream = self._streams[bucket]
@@ -143,15 +143,15 @@ class RowBuckets(ExitStack):
         self._waiting = []
         self._waiting_rows = 0
         self._waiting_bytes = 0
-        # buckets[i]: the number of the bucket of row i
-        buckets = table[_PLACE.name].to_numpy() // self._places_per_bucket
-        for bucket in map(int, np.unique(buckets)):
+        # bucket_of_row[i]: the number of the bucket of row i
+        bucket_of_row = table[_PLACE.name].to_numpy() // self._places_per_bucket
+        for bucket in map(int, np.unique(bucket_of_row)):
             if bucket not in self._streams:
                 path = os.path.join(self._folder, str(bucket))
                 stream = self.enter_context(pa.ipc.new_stream(path, table.schema))
                 self._streams[bucket] = (path, stream)
             _, stream = self._streams[bucket]
-            is_in_bucket = pa.array(buckets == bucket)
+            is_in_bucket = pa.array(bucket_of_row == bucket)
             stream.write_table(table.filter(is_in_bucket))
 
 

@@ -48,6 +48,7 @@ class Contents:
 
     groups: the rows and bytes of each of its row groups. A file in another format gets the row groups of the Parquet
     file into which it will be converted.
+    rows: how many rows the footer of a Parquet file states.
     statistics: a part's statistics as JSON; "" for other files.
     kinds: the types of a text file's columns, see formats/kinds.py.
     """
@@ -91,7 +92,7 @@ def with_second_try(path: str, ask: Callable[[], T]) -> T:
 
 
 def read_schema(packed_schema: bytes | bytearray) -> pa.Schema:
-    """Return a file's schema without the columns that only we use."""
+    """Return a file's schema without the columns that only Tokenmill uses."""
     schema = pa.ipc.read_schema(pa.py_buffer(packed_schema))
     fields = []
     for column in schema:
@@ -166,7 +167,7 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
     if schema is None:
         return False
     names = columns.chosen_from(schema.names)
-    if not names:  # None for all columns
+    if not names:  # None if all columns are chosen
         names = schema.names
     return any(holds(schema.field(name).type, is_bytes) for name in names if name != PROBLEM)
 
@@ -175,7 +176,7 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file for a child process, and lend a function that has the child do a task with the file.
+    """Open a file for a child process; yield a function that has the child do a task with the file.
 
     share: the memory that the child may take, as a multiple of `storage.shard_bytes`; by default the format's share.
     """
@@ -235,7 +236,7 @@ class RowReader(TableReading):
         self._limit = SHARD_TIMES * storage.shard_bytes
         self._unread: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file. The first batch begins a row group, so it may have rows
-        #: before the shard.
+        #: before the shard `first`.
         self.next_row = first.start - first.skip
 
     def reaches(self, shard: Shard) -> bool:
@@ -246,7 +247,7 @@ class RowReader(TableReading):
     def read(
         self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead. Rows of a text file come with their problems.
+        """Yield the rows of a shard that lies ahead. Rows of a text file have their problems in a column PROBLEM.
 
         Raises ShardTooLarge.
         """
@@ -275,7 +276,7 @@ class RowReader(TableReading):
             shard_bytes += batch.nbytes
             if shard_bytes > self._limit:
                 widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                problem = f"its rows have {shard_bytes} bytes and more once decoded, most in column {widest!r}"
+                problem = f"its rows have at least {shard_bytes} bytes once decoded, most in column {widest!r}"
                 remedy = "submit with a smaller rows_per_shard"
                 setting = f"{SHARD_TIMES} times TOKENMILL_MAX_SHARD_BYTES"
                 raise ShardTooLarge(self._path, problem, self._limit, setting, remedy)
