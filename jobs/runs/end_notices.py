@@ -189,8 +189,8 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
 def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None) -> dict[str, Any]:
     """Return the content of a notice. facts: the run's hash. outcome, reason: see `enqueue_notices`.
 
-    A finished run counts as failed if every row has an error and its limit forbids that. Otherwise, a finished run with
-    expired rows counts as expired.
+    A finished run counts as failed if every row has an error and the run's error limit forbids that. Otherwise, a
+    finished run with expired rows counts as expired.
     """
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0

@@ -24,8 +24,8 @@ class RunOutput:
     parts: how many parts there are.
     state: "finished"; "incomplete" if parts of a finished run are gone; "forgotten" if the folder does not say that the
     run has finished. In the last case, only Redis may know more.
-    errors: the number of rows with an error; None if no manifest tells it. expired: how many of these rows were not
-    begun before the run's deadline.
+    errors: the number of rows with an error; None if no manifest could be read.
+    expired: how many of these rows were not begun before the run's deadline.
     """
 
     plan: Plan

@@ -47,7 +47,7 @@ def parse_single_file(name: str, value: Any) -> str | None:
 
 
 def named_format(name: str) -> str | None:
-    """Return the format that a file's name shows; None if it shows none."""
+    """Return the format that a file's name shows; None if the name shows no format."""
     name = name.lower()
     for suffix in COMPRESSED:
         if name.endswith(suffix):
@@ -162,7 +162,7 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
 
 
 def part_shards(names: Iterable[str]) -> dict[int, str]:
-    """Return the names of parts among a folder's names, by shard."""
+    """Return the names of parts among these file names, by shard."""
     parts = {}
     for name in names:
         match = _PART.fullmatch(name)
@@ -175,7 +175,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
 
 
 def temporary_name(execution_id: str, name: str) -> str:
-    """Return the name under which an execution writes a file before it is published. `*.parquet` does not match it."""
+    """Return the name that a file has while an execution writes it. The glob `*.parquet` does not match this name."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 

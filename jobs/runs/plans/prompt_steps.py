@@ -62,14 +62,14 @@ class Template:
         check_shard(num_pieces, "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would return: a huge number if a template repeats a long value."""
+        """Return how many characters `fill` would return. A template may repeat a long value, so this may be huge."""
         sizes: dict[str | None, int] = {None: 0}  # None: no column follows the literal
         for column, value in values.items():
             sizes[column] = len(f"{value}")
         num_chars = 0
         for text in self.texts:
-            for literal, following in text:
-                num_chars += len(literal) + sizes[following]
+            for literal, next_column in text:
+                num_chars += len(literal) + sizes[next_column]
         return num_chars
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
@@ -79,7 +79,7 @@ class Template:
             value_texts[column] = f"{value}"
         filled_texts = []
         for text in self.texts:
-            pieces = [literal + value_texts[following] for literal, following in text]
+            pieces = [literal + value_texts[next_column] for literal, next_column in text]
             filled_texts.append("".join(pieces))
         if self.roles is None:
             return filled_texts[0]

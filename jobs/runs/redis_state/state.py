@@ -177,7 +177,7 @@ class RunState:
         self._failed_key = run_key(run, "failed")
         # Each planner, submission and cancel writes this key, so that `write` notices them.
         self._turn_key = run_key(run, "turn")
-        self._record = connection.register_script(_RECORD)
+        self._record_script = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts about the plan, or why there is no plan (PLAN_ERROR). Raises RunBusy."""
@@ -319,8 +319,8 @@ class RunState:
 
         def checked(pipe: Pipeline) -> T:
             """Make the change unless a later submission came."""
-            number: Any = pipe.hget(self._key, "submission")
-            if _number(number) != submission:
+            last_submission: Any = pipe.hget(self._key, "submission")
+            if _number(last_submission) != submission:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
@@ -446,7 +446,7 @@ class RunState:
             "ttl_s": RUN_TTL_S,
         }
         keys = (self._parts_key, self._key, self._failed_key)
-        reply: Any = self._record(keys=keys, args=[json.dumps(arguments)])
+        reply: Any = self._record_script(keys=keys, args=[json.dumps(arguments)])
         return PartCount.of(*reply)
 
     def amend_parts(
@@ -461,7 +461,8 @@ class RunState:
 
         def amend(pipe: Pipeline) -> PartCount:
             """Compare the listing with the present records, and write what differs."""
-            # If Redis has lost the totals, all records are written anew.
+            # If Redis has lost the totals, the old records are dropped, and the parts in `unrecorded` are recorded.
+            # These are all parts then, because `records` returns nothing without the totals.
             lacks_totals = self._lacks_totals(pipe)
             records: dict[int, bytes] = {}
             if not lacks_totals:
@@ -542,7 +543,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def restart_writes(self, pipe: Pipeline) -> None:
-        """Have `pipe` write the key that `RunState.write` watches, so that each such write under way starts over."""
+        """Have `pipe` change the key that `RunState.write` watches. Then each `write` under way starts over."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:

@@ -75,7 +75,7 @@ class RunReader:
     running: the same as `started`, without the shards that have a part.
     done: the number of shards that have a part. claimed: the number of the run's jobs that workers have claimed.
     gone: the number of shards that have neither a part nor a job in Redis.
-    progress: the progress of the running shards, in their order.
+    progress: the progress of each shard in `running`, in the same order.
     is_worked_on: whether a worker of the run's queues is alive, and a shard of the run runs or has just ended.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
@@ -132,10 +132,10 @@ class RunReader:
         # a part, and the run has not finished and no job runs, the job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
-        superseded = set(self.running)
+        superseded_shards = set(self.running)
         if not failed_at_end:
-            superseded.update(shards_with_part)
-        still_failed = sorted(self.failed.keys() - superseded)
+            superseded_shards.update(shards_with_part)
+        still_failed = sorted(self.failed.keys() - superseded_shards)
         self.failed = {shard: self.failed[shard] for shard in still_failed}
 
     def find_stopped(self, connection: Redis) -> None:
@@ -206,17 +206,17 @@ class RunReader:
         """Look up the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
         shards_with_part = RunState(connection, self.run).recorded_shards()
         all_shards = range(self.shards or 0)
-        unfinished = [shard for shard in all_shards if shard not in shards_with_part]
+        unfinished_shards = [shard for shard in all_shards if shard not in shards_with_part]
         # Claimed jobs are counted only if no job waits. While jobs wait, the run goes on in any case.
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
-            shards = unfinished or all_shards
+            shards = unfinished_shards or all_shards
             job_ids = chain.from_iterable(map(self._job_ids, shards))
             self.claimed = count_held(connection, job_ids)
 
-        not_failed = [shard for shard in unfinished if shard not in self.failed]
+        sought_shards = [shard for shard in unfinished_shards if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
-            for shard in not_failed[:MAX_SOUGHT]:
+            for shard in sought_shards[:MAX_SOUGHT]:
                 job_keys = map(rq_jobs.job_key, self._job_ids(shard))
                 pipe.exists(*job_keys)
             job_counts = pipe.execute()  # for each shard, how many of its jobs Redis has
@@ -377,10 +377,10 @@ class RunReader:
             return None
         # A worker that still loads its model computes no shards. But it may have the name of a killed worker. Shards of
         # the killed worker are still recorded under this name.
-        computing = _alive(worker for worker in workers if not _is_loading(worker))
+        computing_workers = _alive(worker for worker in workers if not _is_loading(worker))
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
-            if progress.worker in computing:
+            if progress.worker in computing_workers:
                 running[shard] = progress
 
         state = RunState(connection, self.run)

@@ -49,7 +49,7 @@ class RunSnapshot:
     queue_length: the number of jobs that wait on the run's queues, also of other runs.
     is_held: whether workers claim nothing because Redis came back with older data.
     is_suspended: whether `rq suspend` keeps all workers from taking jobs.
-    awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
+    awaited_model, awaited_second: the run's first and second model. Each is None if a worker of its queue serves it.
     awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
     awaited_version: "newer" or "older" if no worker of the run's queue can read the plan, because a newer or older
     version of Tokenmill planned the run; else None.
@@ -216,7 +216,7 @@ class RunSnapshot:
             return "expired" if self.expired else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
-        # If shards run while a planning waits, the run counts as running.
+        # If shards run while a planning job waits, the run counts as running.
         if self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started):
             return "planning"
         if self.plan_failed and (self.shards is None or self.is_idle):

@@ -116,7 +116,7 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
     for shard, part in latest.items():
         if shard < len(shares):  # Redis may have a record of a shard that the run does not have
             generated_work = shares[shard] * _generated_share(vars(part))
-            began_at = part.started_at + part.waited_s
+            began_at = part.started_at + part.waited_s  # the time of the first request
             spans.append(Span(part.worker, began_at, part.ended_at, generated_work))
     return spans
 
@@ -135,14 +135,15 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
     known_until = max(span.ended_at for span in spans)
     half_time = (began_at + known_until) / 2
     rate_per_worker = _rate(spans, since=half_time)
-    if rate_per_worker == 0:  # nothing was done in the last half of the time
+    if rate_per_worker == 0:  # nothing was done in the second half of the time
         rate_per_worker = _rate(spans, since=began_at)
 
     busy_workers = set()
     for span in spans:
         if span.is_under_way or now - span.ended_at < LATELY_S:
             busy_workers.add(span.worker)
-    if rate_per_worker <= 0 or not busy_workers or known_until - began_at < LEAST_S:
+    observed_s = known_until - began_at
+    if rate_per_worker <= 0 or not busy_workers or observed_s < LEAST_S:
         return None
     return work / rate_per_worker / len(busy_workers)
 
@@ -163,9 +164,9 @@ def _rate(spans: Sequence[Span], since: float) -> float:
             work += span.work * max(0.0, ended_at - began_at) / lasted_s
 
         # A worker may have several shards at once. Time in which their spans overlap counts once.
-        counted_until = max(began_at, busy_until.get(span.worker, began_at))
-        busy_s += max(0.0, ended_at - counted_until)
-        busy_until[span.worker] = max(ended_at, counted_until)
+        count_from = max(began_at, busy_until.get(span.worker, began_at))
+        busy_s += max(0.0, ended_at - count_from)
+        busy_until[span.worker] = max(ended_at, count_from)
     return work / busy_s if busy_s > 0 else 0.0
 
 
