@@ -330,6 +330,7 @@ _WRITTEN_OTHERWISE = ("spec", "shards", "input_folder")
 def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Return each shard's share of all rows plus its share of all bytes, in billionths.
 
+    The bytes count too, because longer rows take longer.
     rows, sizes: each shard's number of rows and of bytes.
     """
     all_rows = max(1, sum(rows))

@@ -57,7 +57,7 @@ MAX_PARTS = 1000
 #: Fields of a run's hash: the totals of its parts.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 #: Fields of a run's hash about its last submission. The judged numbers are sums over the parts that were recorded since
-#: the submission. The times are when work on it began, and when its last part ended.
+#: the submission. The times say when work on the submission began, and when its last part ended.
 SUBMISSION_TOTALS = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"

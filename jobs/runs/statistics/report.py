@@ -321,15 +321,15 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 def _chart(title: str, values: Sequence[float], labels: Sequence[str]) -> str:
     """Return a bar chart as SVG, with its heading. labels: the text below each bar. At most seven labels are drawn."""
     highest = max(values)
-    bars_height = _HEIGHT - _BOTTOM_MARGIN
+    max_bar_height = _HEIGHT - _BOTTOM_MARGIN
     step = (_WIDTH - _LEFT_MARGIN) / len(values)
     bars_per_label = math.ceil(len(values) / 7)
     shapes = [f'<text x="{_LEFT_MARGIN - 6}" y="12" text-anchor="end">{_number(highest)}</text>']
     for index, (value, label) in enumerate(zip(values, labels, strict=True)):
         left = _LEFT_MARGIN + index * step
-        bar_height = bars_height * value / highest if highest else 0.0
+        bar_height = max_bar_height * value / highest if highest else 0.0
         size = f'width="{0.9 * step:.1f}" height="{bar_height:.1f}"'
-        shapes.append(f'<rect x="{left:.1f}" y="{bars_height - bar_height:.1f}" {size}/>')
+        shapes.append(f'<rect x="{left:.1f}" y="{max_bar_height - bar_height:.1f}" {size}/>')
         if index % bars_per_label == 0:
             shapes.append(f'<text x="{left:.1f}" y="{_HEIGHT - 8}">{_text(label)}</text>')
 

@@ -43,7 +43,7 @@ def batch_status(snapshot: RunSnapshot) -> str:
     """Return OpenAI's word for the state of a run's batch."""
     status = _STATUS[snapshot.state]
     is_late = snapshot.deadline is not None and snapshot.deadline <= time.time()
-    if status == "in_progress" and is_late:
+    if status == "in_progress" and is_late:  # no row is begun any more
         return "finalizing"
     if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
         return "cancelling"

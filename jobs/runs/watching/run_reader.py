@@ -321,11 +321,11 @@ class RunReader:
     def _too_many_errors(self) -> str | None:
         """Say that too many rows have an error; return None if the run's limit allows the errors."""
         limit = ErrorLimit.from_stored(self.facts.get("max_errors"))
-        # An expired row has an error too, but the limit is only for rows that were asked.
+        # An expired row has an error too, but the model was never asked. So the limit does not count it.
         num_expired = self.counts["expired"]
-        asked_rows = self.counts["rows"] - num_expired
-        asked_errors = self.counts["errors"] - num_expired
-        return limit.excess(asked_rows, asked_errors, has_ended=self.is_finished)
+        judged_rows = self.counts["rows"] - num_expired
+        judged_errors = self.counts["errors"] - num_expired
+        return limit.excess(judged_rows, judged_errors, has_ended=self.is_finished)
 
     def _rates(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
@@ -399,15 +399,15 @@ class RunReader:
         Shards are started in the order of their numbers. So the latest parts are those just before the running shards.
         Parts after the running shards come from an earlier submission, and count as the oldest.
         """
-        last_running = max(self.running, default=-1)
-        of_earlier_submission = []
-        of_last_submission = []
+        last_running_shard = max(self.running, default=-1)
+        shards_of_earlier_submission = []
+        shards_of_last_submission = []
         for shard in sorted(shards_with_part):
-            if shard > last_running:
-                of_earlier_submission.append(shard)
+            if shard > last_running_shard:
+                shards_of_earlier_submission.append(shard)
             else:
-                of_last_submission.append(shard)
-        return of_earlier_submission + of_last_submission
+                shards_of_last_submission.append(shard)
+        return shards_of_earlier_submission + shards_of_last_submission
 
     def _plan_error(self, connection: Redis) -> str | None:
         """Say why the last planning made no plan; None if it made one, or may still make one."""

@@ -311,13 +311,13 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     sentences = []
     for name in snapshot.silent_workers:
         sentences.append(
-            f"worker {name!r}, which holds some of its shards, has been silent for more than {SILENT_S} s: other "
-            "workers take over these shards when its leases run out"
+            f"worker {name!r}, which holds some of the run's shards, has been silent for more than {SILENT_S} s: other "
+            "workers take over these shards when the leases of this worker run out"
         )
     if snapshot.gone:
         sentences.append(
-            f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
-            "emptied perhaps: submit it again, which enqueues them"
+            f"the jobs of {snapshot.gone} of the run's shards are gone from queue {snapshot.queue!r}, which was "
+            "perhaps emptied: submit the run again, which enqueues these jobs"
         )
     sentences += needs(snapshot)
     has_waiting = snapshot.is_planning or snapshot.queued > 0

@@ -184,7 +184,8 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
     The estimate assumes that the text of each row is drawn at random from n texts. Then `rows` rows hold
     n * (1 - exp(-rows / n)) different texts. They are known to hold rows * share different texts. n follows from this.
     """
-    if share >= 1 or not 0 < rows < all_rows:
+    is_partly_done = 0 < rows < all_rows
+    if share >= 1 or not is_partly_done:
         return _NewTextShares(1.0, 1.0)
 
     # Both expressions for the number of different texts are equal. Divided by n, and with x for rows / n, they give
