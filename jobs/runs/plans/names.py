@@ -76,16 +76,16 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
     """
     if wanted is not None:
         return wanted
-    first_names: dict[str, str] = {}  # the first file's name, by format
+    examples: dict[str, str] = {}  # by format, the name of the first such file
     for name in names:
         file_format = named_format(name) or PARQUET
-        first_names.setdefault(file_format, name)
-    if len(first_names) > 1:
-        first_format, other_format = list(first_names)[:2]
+        examples.setdefault(file_format, name)
+    if len(examples) > 1:
+        first_format, other_format = list(examples)[:2]
         raise MixedFormats(
-            first_names[other_format], other_format, first_names[first_format], first_format
+            examples[other_format], other_format, examples[first_format], first_format
         )
-    return next(iter(first_names), PARQUET)
+    return next(iter(examples), PARQUET)
 
 
 # Names of files and folders in an output. Programs that read a folder of Parquet skip names with a leading _.

@@ -104,7 +104,7 @@ class Plan:
 
     seed: every row's seed is computed from this seed and the row's number.
     added_columns: columns that come after the files' own.
-    columns: the names and kinds (jobs.parquet.formats.kinds) of the columns of text files, which have no types.
+    columns: for text files, because they have no types: the columns' names and kinds (jobs.parquet.formats.kinds).
     as_json: columns of JSON lines that are read twice: as values of the type that all rows share, and as each row's own
     JSON. Prompts and outputs show the JSON, which does not depend on other rows.
     sizes: for each shard, the bytes of its rows.

@@ -244,6 +244,7 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
 
     sampling = dict(run_values(sampling))
     for name, number in sampling.items():
+        # Below 2**53, floats hold whole numbers exactly.
         if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
             sampling[name] = int(number)
 

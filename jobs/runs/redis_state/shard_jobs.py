@@ -36,7 +36,8 @@ from jobs.runs.redis_state.state import RunState
 class EarlierJob:
     """A job that is already in Redis.
 
-    status: None if it is unknown. executions: the ids of the executions that hold the job.
+    status: None if it is unknown. origin: the name of the job's queue.
+    executions: the ids of the executions that hold the job.
     submission: the number of the run's submission that enqueued the job. in_queue: whether the job was found on the
     queue that was searched.
     """

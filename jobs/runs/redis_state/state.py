@@ -165,7 +165,8 @@ class Verdict(NamedTuple):
 class RunState:
     """Reads and writes the keys of one run.
 
-    lease: the lease of the job that writes. With a lease, methods that raise RunBusy write only while the job is held.
+    lease: the lease of the job that writes. With a lease, methods that raise RunBusy write only while the worker still
+    has the job.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
@@ -291,7 +292,7 @@ class RunState:
         self._change(submit_once, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
+        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if a later submission came.
 
         reason: `stopped="why"` if the run was stopped because of its errors. Empty if a person cancelled it.
         """
@@ -352,7 +353,7 @@ class RunState:
     def judge(self, *, has_all_parts: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        Rows that were not asked before the deadline do not count.
+        Rows that were not begun before the deadline do not count.
         has_all_parts: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were
         recorded since the submission.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
@@ -592,7 +593,7 @@ def _submission_facts(submission: Submission) -> dict[str, str | int]:
 
 
 def _counts(part: PartStats) -> dict[str, int]:
-    """Return a part's numbers by their names in the run's hash."""
+    """Return a part's numbers, by the names of their totals in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
 
 

@@ -70,7 +70,7 @@ def report_html(
 ) -> str:
     """Return the report of a finished run as an HTML page.
 
-    price_per_hour: what a worker's machine costs, in any currency. Without it, no cost is shown.
+    price_per_hour: what a worker's machine costs an hour, in any currency. Without it, no cost is shown.
     examples: rows that are shown.
     """
     statistics = manifest["statistics"]

@@ -122,7 +122,7 @@ def recorded_limits(connection: Redis) -> list[Limited]:
 
 
 def _batch(fields: dict[str, Any]) -> BatchRecord | None:
-    """Return the record that the fields of an entry describe; None if they describe none."""
+    """Return the record that an entry's fields describe; None if a field is missing or wrong."""
     batch_id = fields.get("id")
     project = fields.get("project")
     run = fields.get("run")

@@ -256,8 +256,8 @@ class RunReader:
         rates = self._rates(began_at, ended_at, worked_s)
 
         failed_jobs = [job_id for job_id in self.failed.values() if job_id not in self.stopped]
-        living = [worker for worker in workers if not worker.is_silent]
-        listening = listening_on(living, facts["queue"])
+        living_workers = [worker for worker in workers if not worker.is_silent]
+        listening_workers = listening_on(living_workers, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         silent_workers = sorted(busy_workers - _alive(workers))
         # If the second model has no queue of its own, this is the run's only queue.
@@ -284,11 +284,11 @@ class RunReader:
             claimed=self.claimed,
             gone=self.gone,
             failed_jobs=tuple(failed_jobs),
-            workers=len(listening),
+            workers=len(listening_workers),
             queue_length=self.length,
-            listened=_queues_of(living),
+            listened=_queues_of(living_workers),
             silent_workers=tuple(silent_workers),
-            is_held=are_held(listening),
+            is_held=are_held(listening_workers),
             is_suspended=are_suspended(workers),
             awaited_model=self._awaited_first_model(workers),
             awaited_adapters=self._awaited_adapters(workers),
@@ -351,7 +351,7 @@ class RunReader:
         until the run has finished.
         """
         facts = self.facts
-        if worked_s:
+        if worked_s:  # the run has finished
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
@@ -410,7 +410,7 @@ class RunReader:
         return shards_of_earlier_submission + shards_of_last_submission
 
     def _plan_error(self, connection: Redis) -> str | None:
-        """Say why the last planning made no plan; None if it made one, or may still make one."""
+        """Say why the last planning job made no plan; None if it made a plan, or may still make one."""
         facts = self.facts
         status = self.plan_status
         if status in (JobStatus.STOPPED, JobStatus.CANCELED):
