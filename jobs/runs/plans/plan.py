@@ -312,7 +312,7 @@ def _second(content: dict[str, Any] | None) -> PinnedModel | None:
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Turn what `_as_object` made of a Reused back into it; None if the plan takes no answers from earlier runs."""
+    """Turn what `_as_object` made of a Reused back into one; None if the plan takes no answers from earlier runs."""
     return None if content is None else Reused(**content)
 
 

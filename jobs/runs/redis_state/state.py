@@ -277,7 +277,7 @@ class RunState:
         """
 
         def submit_once(pipe: Pipeline) -> None:
-            """Write the submission unless the run has it already. Raises RunCancelled if it was cancelled since."""
+            """Write the submission unless the run has it already. Raises RunCancelled if the run was cancelled."""
             fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             known_plan_job, cancelled = fields
             if known_plan_job != plan_job.encode():

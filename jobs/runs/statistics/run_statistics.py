@@ -337,9 +337,9 @@ def _worker_object(name: str, parts: Sequence[_Part]) -> dict[str, Any]:
     }
 
 
-def _by_bound(lengths: Counter[int]) -> dict[str, int]:
-    """Return counts of lengths in the manifest's form. lengths: the count of each range, by its upper bound."""
-    return {str(bound): lengths[bound] for bound in sorted(lengths)}
+def _by_bound(counts: Counter[int]) -> dict[str, int]:
+    """Return counts of lengths in the manifest's form. counts: the count of each range, by the range's upper bound."""
+    return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class RunSnapshot:
 
     @property
     def plan_failed(self) -> bool:
-        """Whether the last submission's planning has failed, or was lost before it made a plan."""
+        """Whether the last submission's planning job has failed, or was lost before it made a plan."""
         if self.plan_status is not None:
             return self.plan_status in REFUSED
         return self.plan_error is not None or self.shards is None
