@@ -300,24 +300,24 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 
 def _model(content: dict[str, Any]) -> PinnedModel:
-    """Turn what `_as_object` made of a model back into a PinnedModel."""
+    """Return a model from its object in the plan's JSON (see `_as_object`)."""
     adapters = tuple(content.get("adapters", ()))  # JSON has lists in place of tuples
     values = {**content, "adapters": adapters}
     return PinnedModel(**values)
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
-    """Turn what `_as_object` made of the second model back into a PinnedModel; None if the plan has no second model."""
+    """Return the second model from its object in the plan's JSON; None if the plan has no second model."""
     return _model(content) if content else None
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Turn what `_as_object` made of a Reused back into one; None if the plan takes no answers from earlier runs."""
+    """Return what a plan takes from earlier runs, from its object in the plan's JSON; None if it takes nothing."""
     return None if content is None else Reused(**content)
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
-    """Turn what `_as_object` made of an input file back into a PlannedFile."""
+    """Return a PlannedFile from its object in the plan's JSON (see `_as_object`)."""
     values = tuple(content["values"])  # JSON has lists in place of tuples
     arguments = {**content, "values": values}
     return PlannedFile(**arguments)

@@ -335,9 +335,9 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
                 f"the template of prompt {step.name!r} names no column and no earlier prompt, so that every "
                 "row would ask the same: write {column} where a row's value goes"
             )
-        for unanswered in steps[number:]:  # this prompt and all later ones
-            if unanswered.name in columns:
+        for unanswered_step in steps[number:]:  # this prompt and all later ones
+            if unanswered_step.name in columns:
                 raise InvalidJob(
-                    f"the template of prompt {step.name!r} names {unanswered.name!r}, which has no "
+                    f"the template of prompt {step.name!r} names {unanswered_step.name!r}, which has no "
                     "answer yet there: name columns and earlier prompts"
                 )

@@ -372,12 +372,13 @@ class RunState:
         limit_bytes, submission = fields
         limit_text = stored.text(limit_bytes) if limit_bytes else None
         limit = ErrorLimit.from_stored(limit_text)
-        # A limit that a person set counts for runs of any size. The default limit stops no small run.
+        # When all parts are there, a limit that a person set counts for runs of any size. The default limit stops no
+        # small run.
         judges_few = has_all_parts and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None
-        # The text of `excess` ends with where to look, and "then" continues it.
+        # `excess` ends by saying where to look. "then" says what to do after that.
         reason = (
             f"{excess}, then submit another input, or the same again with a higher limit to resume"
         )

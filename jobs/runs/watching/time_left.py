@@ -66,8 +66,8 @@ class Span:
 
 def time_left(
     shares_text: str | bytes | None,
-    shards: int | None,
-    rows: int | None,
+    num_shards: int | None,
+    num_rows: int | None,
     parts: PartsDone,
     running: Mapping[int, Progress],
     now: float,
@@ -75,29 +75,29 @@ def time_left(
     """Return the seconds until a run ends; None if they cannot be estimated.
 
     shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it.
-    shards, rows: the numbers of the run's shards and rows. running: the shards under way. now: Unix seconds.
+    num_shards, num_rows: the numbers of the run's shards and rows. running: the shards under way. now: Unix seconds.
     """
-    if not shards or rows is None:
+    if not num_shards or num_rows is None:
         return None
     shares = json.loads(shares_text or "[]")  # by shard
-    if len(shares) < shards:
-        shares = [1] * shards  # as if all shards were equal
+    if len(shares) < num_shards:
+        shares = [1] * num_shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
     new_text_shares = _new_text_shares(
-        rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=rows
+        rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=num_rows
     )
     spans = _finished_work(parts.latest, shares)
-    remaining = []  # the remaining work of each unfinished shard
-    for shard in range(shards):
+    remaining_work = []  # of each unfinished shard
+    for shard in range(num_shards):
         if shard not in parts.shards and shard not in running:
-            remaining.append(shares[shard])
+            remaining_work.append(shares[shard])
     tokens_of_row = _tokens_of_row(parts.counts, running.values())
     for shard, progress in running.items():
-        if progress.started_at is None or shard >= shards:
+        if progress.started_at is None or shard >= num_shards:
             continue
         share_done = _share_done(progress, tokens_of_row)
-        remaining.append(shares[shard] * (1 - share_done))
+        remaining_work.append(shares[shard] * (1 - share_done))
         # Only rows with a new text took time.
         generated_work = shares[shard] * share_done * new_text_shares.next_rows
         # The span ends with the last report, because nothing is known of the time after it. The report may be old, for
@@ -107,7 +107,9 @@ def time_left(
             progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
         )
         spans.append(span)
-    return seconds_left(spans, fsum(remaining) * new_text_shares.remaining_rows, now)
+    # Remaining rows whose text is not new take no time.
+    work = fsum(remaining_work) * new_text_shares.remaining_rows
+    return seconds_left(spans, work, now)
 
 
 def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> list[Span]:
