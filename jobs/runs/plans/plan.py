@@ -312,7 +312,7 @@ def _second(content: dict[str, Any] | None) -> PinnedModel | None:
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Return what a plan takes from earlier runs, from its object in the plan's JSON; None if it takes nothing."""
+    """Return a Reused from its object in the plan's JSON; None if the plan takes no answers from earlier runs."""
     return None if content is None else Reused(**content)
 
 

@@ -145,14 +145,14 @@ def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
             pipe.hmget(run_key(run), DEADLINE, "finished", "cancelled")
         replies = pipe.execute(raise_on_error=False)
 
-    with_deadline = []
+    runs_with_deadline = []
     for run, values in zip(run_ids, replies, strict=True):
         if not isinstance(values, list):
             continue  # an error, because producers may write to these keys too
         deadline, finished, cancelled = values
         if deadline and not finished and not cancelled:
-            with_deadline.append(run)
-    snapshots = read_runs(connection, with_deadline)
+            runs_with_deadline.append(run)
+    snapshots = read_runs(connection, runs_with_deadline)
     return [snapshot for snapshot in snapshots if snapshot.deadline_holds is False]
 
 

@@ -461,14 +461,17 @@ class RunReader:
 
         Returns None if every adapter is on a worker, or if a worker does not say what it serves.
         """
-        served = models_on(workers, self.facts["queue"])
-        if served is None:
+        served_names = models_on(workers, self.facts["queue"])  # of models and adapters
+        if served_names is None:
             return None
         _, *adapters = self.facts.get("model", "").split("\n")  # the first line names the model
-        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in served]
-        if not missing:
+        missing_names = []
+        for adapter in adapters:
+            if adapter not in served_names:
+                missing_names.append(shown_adapter(adapter))
+        if not missing_names:
             return None
-        return safe_name(", ".join(missing), MAX_TEXT_CHARS)
+        return safe_name(", ".join(missing_names), MAX_TEXT_CHARS)
 
     def _awaited_version(self, workers: Collection[Worker]) -> str | None:
         """Return whether the plan's format is "newer" or "older" than the formats that the queue's workers can read.
