@@ -1,1 +1,1 @@
-"""What a run has besides its tables: its arguments, plan, jobs and state in Redis. Nothing here imports pyarrow."""
+"""A run without its files: its arguments, plan, jobs and state in Redis. Nothing here imports pyarrow."""

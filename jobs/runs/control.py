@@ -307,7 +307,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Ask workers to stop those of the jobs that they have claimed; return the number of claimed jobs.
+    """Ask the workers that hold any of these jobs to stop them; return how many of the jobs are held.
 
     pipe: see `transact`.
     """

@@ -189,8 +189,8 @@ def _is_due(facts: Mapping[str, str], submission: int, *, is_end: bool) -> bool:
 def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None) -> dict[str, Any]:
     """Return the content of a notice. facts: the run's hash. outcome, reason: see `enqueue_notices`.
 
-    A finished run counts as failed if every row has an error and its limit forbids that. Otherwise, a finished run with
-    expired rows counts as expired.
+    A finished run counts as failed if every row has an error and the run's error limit forbids that. Otherwise, a
+    finished run with expired rows counts as expired.
     """
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
@@ -198,10 +198,10 @@ def _notice(run: str, facts: Mapping[str, str], outcome: str, reason: str | None
     has_only_errors = rows_done > 0 and errors == rows_done
     if outcome == "finished" and has_only_errors:
         limit = ErrorLimit.from_stored(facts.get("max_errors"))
-        # An expired row has an error too, but the limit is only for rows that were asked.
-        asked_rows = rows_done - expired
-        asked_errors = errors - expired
-        reason = limit.excess(asked_rows, asked_errors, has_ended=True)
+        # An expired row has an error too, but the model was never asked. So the limit does not count it.
+        judged_rows = rows_done - expired
+        judged_errors = errors - expired
+        reason = limit.excess(judged_rows, judged_errors, has_ended=True)
         if reason is not None:
             outcome = "failed"
     if outcome == "finished" and expired:

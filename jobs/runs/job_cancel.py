@@ -41,8 +41,8 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
         num_held = transact(connection, partial(stop_held, connection, [job_id]))
         if num_held > 0:
             return JobCancel.STOPPING
-        # A worker that claims the job while `_cancel_waiting` reads changes one of these keys. Then `_cancel_waiting`
-        # is called again.
+        # `_cancel_waiting` is called again if one of these keys changes before it has cancelled the job. A worker that
+        # claims the job changes one of them.
         outcome = transact(
             connection,
             partial(_cancel_waiting, job_id),
@@ -76,7 +76,8 @@ def _cancel_waiting(job_id: str, pipe: Pipeline) -> _Outcome:
 
     keys = rq_jobs.QueueKeys(stored.text(queue_name))
     registries = [keys.deferred, keys.ready, keys.scheduled]
-    if rate_limit:  # not every user may read the keys of rate limits
+    # Some users of Redis may not read the keys of rate limits, so no such key is read without need.
+    if rate_limit:
         registries.append(rq_jobs.rate_limited_key(stored.text(rate_limit)))
     position_in_queue: Any = pipe.lpos(keys.waiting, job_id)
     in_registries = [pipe.zscore(key, job_id) is not None for key in registries]

@@ -24,8 +24,8 @@ class RunOutput:
     parts: how many parts there are.
     state: "finished"; "incomplete" if parts of a finished run are gone; "forgotten" if the folder does not say that the
     run has finished. In the last case, only Redis may know more.
-    errors: the number of rows with an error; None if no manifest tells it. expired: how many of these rows were not
-    begun before the run's deadline.
+    errors: the number of rows with an error; None if no manifest could be read.
+    expired: how many of these rows were not begun before the run's deadline.
     """
 
     plan: Plan
@@ -73,19 +73,19 @@ def output_here(folder: str, run: str) -> RunOutput | None:
     return None
 
 
-def read_output(name: str) -> RunOutput | None:
-    """Return the output in a folder; None if this machine can find no plan there. Raises PlanDamaged."""
-    folder = run_path(name)
-    path = os.path.join(folder, PLAN)
-    if is_stored(folder) or not os.path.isfile(path):
+def read_output(path: str) -> RunOutput | None:
+    """Return the output in the folder at `path`; None if this machine finds no plan there. Raises PlanDamaged."""
+    folder = run_path(path)
+    plan_path = os.path.join(folder, PLAN)
+    if is_stored(folder) or not os.path.isfile(plan_path):
         return None
     try:
-        plan = Plan.from_text(Path(path).read_text("utf-8"))
+        plan = Plan.from_text(Path(plan_path).read_text("utf-8"))
         # `folder` is a path on this machine. The path in the plan may be another machine's.
         parts_folder = os.path.join(folder, PARTS) if plan.spec.single_file else folder
         names = os.listdir(parts_folder) if os.path.isdir(parts_folder) else []
     except ValueError as error:
-        raise PlanDamaged(path, str(error)) from error
+        raise PlanDamaged(plan_path, str(error)) from error
     except OSError:
         return None
 

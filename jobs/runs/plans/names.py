@@ -47,7 +47,7 @@ def parse_single_file(name: str, value: Any) -> str | None:
 
 
 def named_format(name: str) -> str | None:
-    """Return the format that a file's name shows; None if it shows none."""
+    """Return the format that a file's name shows; None if the name shows no format."""
     name = name.lower()
     for suffix in COMPRESSED:
         if name.endswith(suffix):
@@ -76,16 +76,16 @@ def one_format(names: Iterable[str], wanted: str | None = None) -> str:
     """
     if wanted is not None:
         return wanted
-    first_names: dict[str, str] = {}  # the first file's name, by format
+    examples: dict[str, str] = {}  # by format, the name of the first such file
     for name in names:
         file_format = named_format(name) or PARQUET
-        first_names.setdefault(file_format, name)
-    if len(first_names) > 1:
-        first_format, other_format = list(first_names)[:2]
+        examples.setdefault(file_format, name)
+    if len(examples) > 1:
+        first_format, other_format = list(examples)[:2]
         raise MixedFormats(
-            first_names[other_format], other_format, first_names[first_format], first_format
+            examples[other_format], other_format, examples[first_format], first_format
         )
-    return next(iter(first_names), PARQUET)
+    return next(iter(examples), PARQUET)
 
 
 # Names of files and folders in an output. Programs that read a folder of Parquet skip names with a leading _.
@@ -162,7 +162,7 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
 
 
 def part_shards(names: Iterable[str]) -> dict[int, str]:
-    """Return the names of parts among a folder's names, by shard."""
+    """Return the names of parts among these file names, by shard."""
     parts = {}
     for name in names:
         match = _PART.fullmatch(name)
@@ -175,7 +175,7 @@ def part_shards(names: Iterable[str]) -> dict[int, str]:
 
 
 def temporary_name(execution_id: str, name: str) -> str:
-    """Return the name under which an execution writes a file before it is published. `*.parquet` does not match it."""
+    """Return the name that a file has while an execution writes it. The glob `*.parquet` does not match this name."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 

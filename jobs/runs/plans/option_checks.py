@@ -83,8 +83,10 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 def model_alias(name: str, value: Any) -> list[str] | None:
     """Return the names that stand for the served model; None for an empty list. Raises InvalidValue."""
-    is_list = isinstance(value, list)
-    if not is_list or not all(isinstance(alias, str) and alias for alias in value):
+    are_names = False
+    if isinstance(value, list):
+        are_names = all(isinstance(alias, str) and alias for alias in value)
+    if not are_names:
         raise wrong_value_error(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
 

@@ -31,11 +31,11 @@ def run_path(path: object) -> str:
         # Errors show no user, password or query, because these may hold a store's keys. A password that is not encoded
         # may hold a slash, and so reach beyond the authority. So everything up to the URI's last @ is cut off.
         _, _, without_secrets = (authority + uri_path).rpartition("@")
-        safe = f"{scheme}://{without_secrets}"
+        shown_uri = f"{scheme}://{without_secrets}"
         if scheme in STORES:
-            return _stored_path(scheme, authority, uri_path, query, safe)
+            return _stored_path(scheme, authority, uri_path, query, shown_uri)
         if scheme != "file":
-            raise UnsupportedScheme(safe, scheme)
+            raise UnsupportedScheme(shown_uri, scheme)
         if host not in ("", "localhost"):
             raise UnsupportedScheme(f"file://{host}{uri_path}", f"file on host {host}")
         path = unquote(uri_path)
@@ -53,20 +53,20 @@ def real_path(path: str) -> str:
     return path if is_stored(path) else os.path.realpath(path)
 
 
-def _stored_path(scheme: str, bucket: str, uri_path: str, query: str, safe: str) -> str:
-    """Return the path of an object in a store. Raises InvalidJob if the URI names none.
+def _stored_path(scheme: str, bucket: str, uri_path: str, query: str, shown_uri: str) -> str:
+    """Return the path of an object in a store. Raises InvalidJob if the URI names no object.
 
-    safe: the URI without secrets, for errors.
+    shown_uri: the URI without secrets, for errors.
     """
     if not _BUCKET.fullmatch(bucket) or query:
         raise InvalidJob(
-            f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "
+            f"{shown_uri} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "
             "keys for the store belong in the worker's environment"
         )
     key = uri_path.strip("/")
     if key and any(segment in ("", ".", "..") for segment in key.split("/")):
         raise InvalidJob(
-            f"{safe} has an empty segment, '.' or '..': name the object as the store lists it"
+            f"{shown_uri} has an empty segment, '.' or '..': name the object as the store lists it"
         )
     _check_text(key)
     return f"{scheme}://{bucket}/{key}".rstrip("/")

@@ -70,7 +70,8 @@ class PlannedFile:
 class Reused:
     """The answers that planning has taken from earlier runs.
 
-    name: a text in the name of each file that holds these answers; see `Plan.reused_path`.
+    name: the id of the planner's execution. It is in the names of the files that hold these answers; see
+    `Plan.reused_path`.
     any_model: whether answers of other models were taken. runs: see ReusedRun.
     seed: the seed that the first earlier run was given, if this run was given none.
     """
@@ -103,7 +104,7 @@ class Plan:
 
     seed: every row's seed is computed from this seed and the row's number.
     added_columns: columns that come after the files' own.
-    columns: the names and kinds (jobs.parquet.formats.kinds) of the columns of text files, which have no types.
+    columns: for text files, because they have no types: the columns' names and kinds (jobs.parquet.formats.kinds).
     as_json: columns of JSON lines that are read twice: as values of the type that all rows share, and as each row's own
     JSON. Prompts and outputs show the JSON, which does not depend on other rows.
     sizes: for each shard, the bytes of its rows.
@@ -197,6 +198,7 @@ class Plan:
             return file.path
         content = json.dumps([file.fingerprint, file.rows, self.columns])
         if has_chosen_rows:
+            # Several planners may write files of chosen rows. Each has a `reused.name` of its own.
             assert self.reused is not None
             content += self.reused.name
         name = f"{blake2b(content.encode(), digest_size=16).hexdigest()}.parquet"
@@ -273,7 +275,7 @@ class Plan:
                 added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
                 input_format=content["input_format"],
                 columns=tuple((name, kind) for name, kind in content["columns"]),
-                as_json=tuple(content.get("as_json", ())),  # earlier plans have none
+                as_json=tuple(content.get("as_json", ())),  # plans of earlier versions lack this
                 sizes=tuple(content["sizes"]),
                 reused=_reused(content["reused"]),
                 second=_second(content.get("second")),
@@ -283,7 +285,8 @@ class Plan:
             raise ValueError(f"a field is missing or wrong: {error}") from None
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
-        if "digest" in content and content["digest"] != plan._digest:  # earlier plans have none
+        has_digest = "digest" in content  # plans of earlier versions have no digest
+        if has_digest and content["digest"] != plan._digest:
             raise ValueError("numbers of rows are not as they were written")
         return plan
 
@@ -297,24 +300,24 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 
 def _model(content: dict[str, Any]) -> PinnedModel:
-    """Read a model from the object that `_as_object` made of it."""
+    """Return a model from its object in the plan's JSON (see `_as_object`)."""
     adapters = tuple(content.get("adapters", ()))  # JSON has lists in place of tuples
     values = {**content, "adapters": adapters}
     return PinnedModel(**values)
 
 
 def _second(content: dict[str, Any] | None) -> PinnedModel | None:
-    """Read the second model from the object that `_as_object` made of it; None if the plan has none."""
+    """Return the second model from its object in the plan's JSON; None if the plan has no second model."""
     return _model(content) if content else None
 
 
 def _reused(content: dict[str, Any] | None) -> Reused | None:
-    """Read a plan's object about earlier runs. None if the plan takes no answers from earlier runs."""
+    """Return a Reused from its object in the plan's JSON; None if the plan takes no answers from earlier runs."""
     return None if content is None else Reused(**content)
 
 
 def _planned_file(content: dict[str, Any]) -> PlannedFile:
-    """Read an input file from the object that `_as_object` made of it."""
+    """Return a PlannedFile from its object in the plan's JSON (see `_as_object`)."""
     values = tuple(content["values"])  # JSON has lists in place of tuples
     arguments = {**content, "values": values}
     return PlannedFile(**arguments)
@@ -327,6 +330,7 @@ _WRITTEN_OTHERWISE = ("spec", "shards", "input_folder")
 def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Return each shard's share of all rows plus its share of all bytes, in billionths.
 
+    The bytes count too, because longer rows take longer.
     rows, sizes: each shard's number of rows and of bytes.
     """
     all_rows = max(1, sum(rows))
@@ -338,8 +342,8 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return shares
 
 
-#: Near a run's end, a shard holds one eighth of the remaining rows. So workers end at nearly the same time.
-TAIL_SHARE = 8
+#: Near a run's end, each shard holds the remaining rows divided by this number. So workers end at nearly the same time.
+TAIL_SHARDS = 8
 #: The fewest rows of a shard near a run's end. This many keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
 
@@ -349,7 +353,7 @@ def cut_shards(
 ) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    In a run of more than TAIL_SHARE shards, the last shards are smaller. A run without rows gets one empty shard. Its
+    In a run of more than TAIL_SHARDS shards, the last shards are smaller. A run without rows gets one empty shard. Its
     part shows readers the schema.
     row_groups: for each file, the number of rows in each row group. limit: only the first `limit` rows are taken.
     Raises InvalidJob for more than MAX_SHARDS shards.
@@ -378,9 +382,9 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_rows: int) -> I
     """Yield shards of at most `max_rows` rows. Together they hold the files' first `num_rows` rows."""
     # In a short run, all shards have `max_rows` rows. In a long run, the last shards are smaller.
     min_rows = max_rows
-    is_long = num_rows > TAIL_SHARE * max_rows
+    is_long = num_rows > TAIL_SHARDS * max_rows
     if is_long:
-        tail_rows = max(max_rows // TAIL_SHARE, MIN_TAIL_ROWS)
+        tail_rows = max(max_rows // TAIL_SHARDS, MIN_TAIL_ROWS)
         min_rows = min(tail_rows, max_rows)
     num_left = num_rows
     for file, groups in enumerate(row_groups):
@@ -388,7 +392,7 @@ def _cut(row_groups: Sequence[Sequence[int]], max_rows: int, num_rows: int) -> I
         num_rows_of_file = sum(groups)
         start = 0
         while num_left and start < num_rows_of_file:
-            wanted_rows = max(min_rows, num_left // TAIL_SHARE)
+            wanted_rows = max(min_rows, num_left // TAIL_SHARDS)
             rows = min(wanted_rows, max_rows, num_rows_of_file - start, num_left)
             yield _shard(file, ends, start, rows)
             start += rows

@@ -62,14 +62,14 @@ class Template:
         check_shard(num_pieces, "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would return: a huge number if a template repeats a long value."""
+        """Return how many characters `fill` would return. A template may repeat a long value, so this may be huge."""
         sizes: dict[str | None, int] = {None: 0}  # None: no column follows the literal
         for column, value in values.items():
             sizes[column] = len(f"{value}")
         num_chars = 0
         for text in self.texts:
-            for literal, following in text:
-                num_chars += len(literal) + sizes[following]
+            for literal, next_column in text:
+                num_chars += len(literal) + sizes[next_column]
         return num_chars
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
@@ -79,7 +79,7 @@ class Template:
             value_texts[column] = f"{value}"
         filled_texts = []
         for text in self.texts:
-            pieces = [literal + value_texts[following] for literal, following in text]
+            pieces = [literal + value_texts[next_column] for literal, next_column in text]
             filled_texts.append("".join(pieces))
         if self.roles is None:
             return filled_texts[0]
@@ -244,6 +244,7 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
 
     sampling = dict(run_values(sampling))
     for name, number in sampling.items():
+        # Below 2**53, floats hold whole numbers exactly.
         if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
             sampling[name] = int(number)
 
@@ -334,9 +335,9 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
                 f"the template of prompt {step.name!r} names no column and no earlier prompt, so that every "
                 "row would ask the same: write {column} where a row's value goes"
             )
-        for unanswered in steps[number:]:  # this prompt and all later ones
-            if unanswered.name in columns:
+        for unanswered_step in steps[number:]:  # this prompt and all later ones
+            if unanswered_step.name in columns:
                 raise InvalidJob(
-                    f"the template of prompt {step.name!r} names {unanswered.name!r}, which has no "
+                    f"the template of prompt {step.name!r} names {unanswered_step.name!r}, which has no "
                     "answer yet there: name columns and earlier prompts"
                 )

@@ -36,8 +36,9 @@ _FORMATS = {"date": DATE, "date-time": TIME_STAMP}
 class ValueType:
     """The type of a value.
 
-    kind: one of the kinds above. fields: the types of an object's values, by name. required: the names that an object
-    must have. item: the type of an array's items, or of a map's values. is_nullable: whether the value may be null.
+    kind: a constant of this module, such as INTEGER. fields: the types of an object's values, by name.
+    required: the names that an object must have. item: the type of an array's items, or of a map's values.
+    is_nullable: whether the value may be null.
     """
 
     kind: str

@@ -620,7 +620,7 @@ def check_num_files(num_files: int) -> None:
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:
-    """Return a queue's name. name: the argument's name, for the message. Raises InvalidValue."""
+    """Return a queue's name if it is valid. name: the argument's name, for the error. Raises InvalidValue."""
     if isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_NAME_CHARS:
         return value
     raise wrong_value_error(

@@ -36,7 +36,8 @@ from jobs.runs.redis_state.state import RunState
 class EarlierJob:
     """A job that is already in Redis.
 
-    status: None if it is unknown. executions: the ids of the executions that hold the job.
+    status: None if it is unknown. origin: the name of the job's queue.
+    executions: the ids of the executions that hold the job.
     submission: the number of the run's submission that enqueued the job. in_queue: whether the job was found on the
     queue that was searched.
     """
@@ -136,8 +137,9 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
+        executions_of_jobs = pipe.execute()
         executions = []  # pairs of a job's id and an execution's id
-        for job_id, execution_ids in zip(job_ids, pipe.execute(), strict=True):
+        for job_id, execution_ids in zip(job_ids, executions_of_jobs, strict=True):
             for execution_id in execution_ids:
                 executions.append((job_id, stored.text(execution_id)))
 
@@ -316,7 +318,8 @@ class _ShardJobs:
         if self._rows_for_second is None:
             num_sequences = self._plan.shards[shard].rows * self._plan.spec.n
         else:
-            num_sequences = self._rows_for_second  # a cascade scores labels, one sequence a row
+            # A cascade only scores labels, and each row is one sequence then.
+            num_sequences = self._rows_for_second
         return {
             MODEL_FIELD: self._plan.model_of(self._is_second).pin,
             KIND_FIELD: FILE,
@@ -363,7 +366,8 @@ class _ShardQueue:
     def _is_alive(self, job: EarlierJob, last_cancelled: int) -> bool:
         """Whether a job computes its shard, or still waits to compute it."""
         if job.was_cancelled(last_cancelled):
-            # A job that waits will compute its shard. A worker that has claimed the job ends it without a part.
+            # A job that still waits goes over to the new submission, and will compute its shard. A worker that has
+            # claimed the job ends it without a part.
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True

@@ -57,7 +57,7 @@ MAX_PARTS = 1000
 #: Fields of a run's hash: the totals of its parts.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 #: Fields of a run's hash about its last submission. The judged numbers are sums over the parts that were recorded since
-#: the submission. The times are when work on it began, and when its last part ended.
+#: the submission. The times say when work on the submission began, and when its last part ended.
 SUBMISSION_TOTALS = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
@@ -165,7 +165,8 @@ class Verdict(NamedTuple):
 class RunState:
     """Reads and writes the keys of one run.
 
-    lease: the lease of the job that writes. With a lease, methods that raise RunBusy write only while the job is held.
+    lease: the lease of the job that writes. With a lease, methods that raise RunBusy write only while the worker still
+    has the job.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
@@ -177,7 +178,7 @@ class RunState:
         self._failed_key = run_key(run, "failed")
         # Each planner, submission and cancel writes this key, so that `write` notices them.
         self._turn_key = run_key(run, "turn")
-        self._record = connection.register_script(_RECORD)
+        self._record_script = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts about the plan, or why there is no plan (PLAN_ERROR). Raises RunBusy."""
@@ -276,7 +277,7 @@ class RunState:
         """
 
         def submit_once(pipe: Pipeline) -> None:
-            """Write the submission unless the run has it already. Raises RunCancelled if it was cancelled since."""
+            """Write the submission unless the run has it already. Raises RunCancelled if the run was cancelled."""
             fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             known_plan_job, cancelled = fields
             if known_plan_job != plan_job.encode():
@@ -291,7 +292,7 @@ class RunState:
         self._change(submit_once, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another submission came.
+        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if a later submission came.
 
         reason: `stopped="why"` if the run was stopped because of its errors. Empty if a person cancelled it.
         """
@@ -319,8 +320,8 @@ class RunState:
 
         def checked(pipe: Pipeline) -> T:
             """Make the change unless a later submission came."""
-            number: Any = pipe.hget(self._key, "submission")
-            if _number(number) != submission:
+            last_submission: Any = pipe.hget(self._key, "submission")
+            if _number(last_submission) != submission:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
@@ -352,7 +353,7 @@ class RunState:
     def judge(self, *, has_all_parts: bool = False, client: Redis | None = None) -> Verdict | None:
         """Return why the run must stop because of its errors; None if it goes on.
 
-        Rows that were not asked before the deadline do not count.
+        Rows that were not begun before the deadline do not count.
         has_all_parts: whether every shard has a part. If so, all parts are judged; otherwise, the parts that were
         recorded since the submission.
         client: used for reading, such as a pipeline that watches the run; by default the connection.
@@ -371,12 +372,13 @@ class RunState:
         limit_bytes, submission = fields
         limit_text = stored.text(limit_bytes) if limit_bytes else None
         limit = ErrorLimit.from_stored(limit_text)
-        # A limit that a person set counts for runs of any size. The default limit stops no small run.
+        # When all parts are there, a limit that a person set counts for runs of any size. The default limit stops no
+        # small run.
         judges_few = has_all_parts and limit != DEFAULT_LIMIT
         excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None
-        # The text of `excess` ends with where to look, and "then" continues it.
+        # `excess` ends by saying where to look. "then" says what to do after that.
         reason = (
             f"{excess}, then submit another input, or the same again with a higher limit to resume"
         )
@@ -446,7 +448,7 @@ class RunState:
             "ttl_s": RUN_TTL_S,
         }
         keys = (self._parts_key, self._key, self._failed_key)
-        reply: Any = self._record(keys=keys, args=[json.dumps(arguments)])
+        reply: Any = self._record_script(keys=keys, args=[json.dumps(arguments)])
         return PartCount.of(*reply)
 
     def amend_parts(
@@ -461,7 +463,8 @@ class RunState:
 
         def amend(pipe: Pipeline) -> PartCount:
             """Compare the listing with the present records, and write what differs."""
-            # If Redis has lost the totals, all records are written anew.
+            # If Redis has lost the totals, the old records are dropped, and the parts in `unrecorded` are recorded.
+            # These are all parts then, because `records` returns nothing without the totals.
             lacks_totals = self._lacks_totals(pipe)
             records: dict[int, bytes] = {}
             if not lacks_totals:
@@ -542,7 +545,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def restart_writes(self, pipe: Pipeline) -> None:
-        """Have `pipe` write the key that `RunState.write` watches, so that each such write under way starts over."""
+        """Have `pipe` change the key that `RunState.write` watches. Then each `write` under way starts over."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
@@ -591,7 +594,7 @@ def _submission_facts(submission: Submission) -> dict[str, str | int]:
 
 
 def _counts(part: PartStats) -> dict[str, int]:
-    """Return a part's numbers by their names in the run's hash."""
+    """Return a part's numbers, by the names of their totals in the run's hash."""
     return {f"total_{name}": getattr(part, name) for name in COUNTED}
 
 

@@ -149,7 +149,7 @@ class Submission:
     ) -> tuple[Submission, dict[str, Any]]:
         """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob.
 
-        now: Unix seconds; by default the present time. A deadline that is given as a duration is counted from it.
+        now: the start of a deadline that is given as a duration, in Unix seconds; by default the present time.
         """
         check_queue_name(queue)  # raises for a name that is not valid
         run_arguments = dict(arguments)

@@ -51,9 +51,9 @@ _PAGE = """<!doctype html>
 _WIDTH = 640
 _HEIGHT = 190
 #: The space to the left of the bars, for the number of the highest one.
-_LEFT = 64
+_LEFT_MARGIN = 64
 #: The space below the bars, for their labels.
-_BELOW = 26
+_BOTTOM_MARGIN = 26
 
 
 class Examples(NamedTuple):
@@ -70,7 +70,7 @@ def report_html(
 ) -> str:
     """Return the report of a finished run as an HTML page.
 
-    price_per_hour: what a worker's machine costs, in any currency. Without it, no cost is shown.
+    price_per_hour: what a worker's machine costs an hour, in any currency. Without it, no cost is shown.
     examples: rows that are shown.
     """
     statistics = manifest["statistics"]
@@ -321,16 +321,16 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 def _chart(title: str, values: Sequence[float], labels: Sequence[str]) -> str:
     """Return a bar chart as SVG, with its heading. labels: the text below each bar. At most seven labels are drawn."""
     highest = max(values)
-    bars_height = _HEIGHT - _BELOW
-    step = (_WIDTH - _LEFT) / len(values)
+    max_bar_height = _HEIGHT - _BOTTOM_MARGIN
+    step = (_WIDTH - _LEFT_MARGIN) / len(values)
     bars_per_label = math.ceil(len(values) / 7)
-    shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(highest)}</text>']
-    for bar, (value, label) in enumerate(zip(values, labels, strict=True)):
-        left = _LEFT + bar * step
-        bar_height = bars_height * value / highest if highest else 0.0
+    shapes = [f'<text x="{_LEFT_MARGIN - 6}" y="12" text-anchor="end">{_number(highest)}</text>']
+    for index, (value, label) in enumerate(zip(values, labels, strict=True)):
+        left = _LEFT_MARGIN + index * step
+        bar_height = max_bar_height * value / highest if highest else 0.0
         size = f'width="{0.9 * step:.1f}" height="{bar_height:.1f}"'
-        shapes.append(f'<rect x="{left:.1f}" y="{bars_height - bar_height:.1f}" {size}/>')
-        if bar % bars_per_label == 0:
+        shapes.append(f'<rect x="{left:.1f}" y="{max_bar_height - bar_height:.1f}" {size}/>')
+        if index % bars_per_label == 0:
             shapes.append(f'<text x="{left:.1f}" y="{_HEIGHT - 8}">{_text(label)}</text>')
 
     attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)}"'

@@ -43,7 +43,7 @@ class PartStats:
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     finish_reasons, labels: how many answers have each finish reason or label. Rows with an error do not count, and only
     the commonest labels are kept.
-    left_out: how many lines of a batch file were answered without an argument that they give, by the argument.
+    left_out: how many lines of a batch file have an argument but were answered without it, by the argument.
     """
 
     run: str
@@ -138,10 +138,10 @@ MAX_EXAMPLES = 3
 
 @dataclass
 class Reason:
-    """Rows that have the same error.
+    """Rows whose errors have the same text, apart from numbers in it.
 
-    text: the error of the first row. rows: the number of rows. examples: the row numbers of the first rows, counted
-    over the whole input.
+    text: the first row's error. rows: how many rows have such an error. examples: the numbers of the first of these
+    rows, counted over the whole input.
     """
 
     text: str
@@ -178,7 +178,7 @@ class Reasons:
             text = OTHERS
         reason = self._by_kind.setdefault(kind, Reason(text))
         if rows and reason.examples and rows[0] < reason.examples[0]:
-            reason.text = text  # the first row's error stands for all
+            reason.text = text  # the error of the first row is the one that is shown
         reason.rows += len(rows) if count is None else count
         examples = [*reason.examples, *rows[:MAX_EXAMPLES]]
         examples.sort()
@@ -252,7 +252,10 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 class _Part(NamedTuple):
-    """The values of a part that the statistics need. start, end: Unix seconds. tokens: the generated tokens."""
+    """The values of a part that the statistics need.
+
+    start, end: when a worker began and ended the part, in Unix seconds. tokens: how many tokens were generated.
+    """
 
     worker: str
     start: float
@@ -263,7 +266,7 @@ class _Part(NamedTuple):
 
 
 def _busy_times(parts: Iterable[_Part]) -> list[tuple[float, float]]:
-    """Return the times in which a worker had any of the parts' shards, as starts and ends, in order."""
+    """Return the spans of time in which at least one of the parts was made, in order. A span is a start and an end."""
     return _merged((part.start, part.end) for part in parts)
 
 
@@ -334,9 +337,9 @@ def _worker_object(name: str, parts: Sequence[_Part]) -> dict[str, Any]:
     }
 
 
-def _by_bound(lengths: Counter[int]) -> dict[str, int]:
-    """Return counts of lengths in the manifest's form. lengths: the count of each range, by its upper bound."""
-    return {str(bound): lengths[bound] for bound in sorted(lengths)}
+def _by_bound(counts: Counter[int]) -> dict[str, int]:
+    """Return counts of lengths in the manifest's form. counts: the count of each range, by the range's upper bound."""
+    return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -366,7 +369,7 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
 
 
 def _spread(num_tokens: int, began: float, ended: float, bins: list[float], bin_s: float) -> None:
-    """Add tokens to the bins in which they were generated, as if evenly from `began` to `ended`."""
+    """Add a part's tokens to the bins, as if they were generated evenly from `began` to `ended`."""
     highest_bin = len(bins) - 1
     first_bin = min(highest_bin, int(began / bin_s))
     last_bin = min(highest_bin, int(ended / bin_s))

@@ -43,7 +43,7 @@ def batch_status(snapshot: RunSnapshot) -> str:
     """Return OpenAI's word for the state of a run's batch."""
     status = _STATUS[snapshot.state]
     is_late = snapshot.deadline is not None and snapshot.deadline <= time.time()
-    if status == "in_progress" and is_late:
+    if status == "in_progress" and is_late:  # no row is begun any more
         return "finalizing"
     if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
         return "cancelling"
@@ -122,7 +122,7 @@ def recorded_limits(connection: Redis) -> list[Limited]:
 
 
 def _batch(fields: dict[str, Any]) -> BatchRecord | None:
-    """Return the record that the fields of an entry describe; None if they describe none."""
+    """Return the record that an entry's fields describe; None if a field is missing or wrong."""
     batch_id = fields.get("id")
     project = fields.get("project")
     run = fields.get("run")

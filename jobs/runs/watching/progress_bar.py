@@ -14,10 +14,14 @@ BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{p
 
 
 class Bar:
-    """Shows a run's progress as a bar. file: a terminal; by default the notebook that this runs in, or stderr."""
+    """Shows a run's progress as a bar.
+
+    file: the terminal that shows the bar. By default, the bar is in the notebook, or on stderr outside of a notebook.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = sys.stderr if file is None else file
+        # The class for notebooks draws an ordinary bar outside of a notebook.
         bar_class = tqdm_for_notebooks if file is None else tqdm
         self._bar = bar_class(
             unit="row",

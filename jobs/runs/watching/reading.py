@@ -145,14 +145,14 @@ def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
             pipe.hmget(run_key(run), DEADLINE, "finished", "cancelled")
         replies = pipe.execute(raise_on_error=False)
 
-    with_deadline = []
+    runs_with_deadline = []
     for run, values in zip(run_ids, replies, strict=True):
         if not isinstance(values, list):
             continue  # an error, because producers may write to these keys too
         deadline, finished, cancelled = values
         if deadline and not finished and not cancelled:
-            with_deadline.append(run)
-    snapshots = read_runs(connection, with_deadline)
+            runs_with_deadline.append(run)
+    snapshots = read_runs(connection, runs_with_deadline)
     return [snapshot for snapshot in snapshots if snapshot.deadline_holds is False]
 
 
@@ -301,7 +301,7 @@ def read_queue(connection: Redis, name: str, max_entries: int | None) -> QueueJo
 
 
 def _read_parts(connection: Redis, readers: Sequence[RunReader]) -> None:
-    """Read each run's counts, its number of parts, and which shards with a job have a part."""
+    """Read each run's counts, its number of parts, and which of its shards have both a job and a part."""
     shards_with_jobs = []  # a list of shards for each reader
     for reader in readers:
         shards_with_jobs.append(list(reader.started.keys() | reader.failed.keys()))
@@ -335,7 +335,7 @@ def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
         if run_shard is None:
             continue  # a job of no run
         run, shard = run_shard
-        if shard is not None:
+        if shard is not None:  # a planning job has no shard
             jobs.setdefault(run, {})[shard] = job_id
     return jobs
 

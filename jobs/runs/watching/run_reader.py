@@ -75,7 +75,7 @@ class RunReader:
     running: the same as `started`, without the shards that have a part.
     done: the number of shards that have a part. claimed: the number of the run's jobs that workers have claimed.
     gone: the number of shards that have neither a part nor a job in Redis.
-    progress: the progress of the running shards, in their order.
+    progress: the progress of each shard in `running`, in the same order.
     is_worked_on: whether a worker of the run's queues is alive, and a shard of the run runs or has just ended.
     stopped: the ids of failed jobs that an earlier cancel has stopped.
     """
@@ -132,10 +132,10 @@ class RunReader:
         # a part, and the run has not finished and no job runs, the job has failed while it ended the run.
         has_all_parts = num_parts >= (self.shards or 1)
         failed_at_end = has_all_parts and not self.is_finished and not self.started
-        superseded = set(self.running)
+        superseded_shards = set(self.running)
         if not failed_at_end:
-            superseded.update(shards_with_part)
-        still_failed = sorted(self.failed.keys() - superseded)
+            superseded_shards.update(shards_with_part)
+        still_failed = sorted(self.failed.keys() - superseded_shards)
         self.failed = {shard: self.failed[shard] for shard in still_failed}
 
     def find_stopped(self, connection: Redis) -> None:
@@ -206,17 +206,17 @@ class RunReader:
         """Look up the jobs of unfinished shards one by one. Sets `claimed` and `gone`."""
         shards_with_part = RunState(connection, self.run).recorded_shards()
         all_shards = range(self.shards or 0)
-        unfinished = [shard for shard in all_shards if shard not in shards_with_part]
+        unfinished_shards = [shard for shard in all_shards if shard not in shards_with_part]
         # Claimed jobs are counted only if no job waits. While jobs wait, the run goes on in any case.
         if not self.length:
             # Without unfinished shards, any shard's job may be the one that ends the run.
-            shards = unfinished or all_shards
+            shards = unfinished_shards or all_shards
             job_ids = chain.from_iterable(map(self._job_ids, shards))
             self.claimed = count_held(connection, job_ids)
 
-        not_failed = [shard for shard in unfinished if shard not in self.failed]
+        sought_shards = [shard for shard in unfinished_shards if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
-            for shard in not_failed[:MAX_SOUGHT]:
+            for shard in sought_shards[:MAX_SOUGHT]:
                 job_keys = map(rq_jobs.job_key, self._job_ids(shard))
                 pipe.exists(*job_keys)
             job_counts = pipe.execute()  # for each shard, how many of its jobs Redis has
@@ -256,8 +256,8 @@ class RunReader:
         rates = self._rates(began_at, ended_at, worked_s)
 
         failed_jobs = [job_id for job_id in self.failed.values() if job_id not in self.stopped]
-        living = [worker for worker in workers if not worker.is_silent]
-        listening = listening_on(living, facts["queue"])
+        living_workers = [worker for worker in workers if not worker.is_silent]
+        listening_workers = listening_on(living_workers, facts["queue"])
         busy_workers = {shard.worker for shard in progress}
         silent_workers = sorted(busy_workers - _alive(workers))
         # If the second model has no queue of its own, this is the run's only queue.
@@ -284,11 +284,11 @@ class RunReader:
             claimed=self.claimed,
             gone=self.gone,
             failed_jobs=tuple(failed_jobs),
-            workers=len(listening),
+            workers=len(listening_workers),
             queue_length=self.length,
-            listened=_queues_of(living),
+            listened=_queues_of(living_workers),
             silent_workers=tuple(silent_workers),
-            is_held=are_held(listening),
+            is_held=are_held(listening_workers),
             is_suspended=are_suspended(workers),
             awaited_model=self._awaited_first_model(workers),
             awaited_adapters=self._awaited_adapters(workers),
@@ -321,11 +321,11 @@ class RunReader:
     def _too_many_errors(self) -> str | None:
         """Say that too many rows have an error; return None if the run's limit allows the errors."""
         limit = ErrorLimit.from_stored(self.facts.get("max_errors"))
-        # An expired row has an error too, but the limit is only for rows that were asked.
+        # An expired row has an error too, but the model was never asked. So the limit does not count it.
         num_expired = self.counts["expired"]
-        asked_rows = self.counts["rows"] - num_expired
-        asked_errors = self.counts["errors"] - num_expired
-        return limit.excess(asked_rows, asked_errors, has_ended=self.is_finished)
+        judged_rows = self.counts["rows"] - num_expired
+        judged_errors = self.counts["errors"] - num_expired
+        return limit.excess(judged_rows, judged_errors, has_ended=self.is_finished)
 
     def _rates(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
@@ -351,7 +351,7 @@ class RunReader:
         until the run has finished.
         """
         facts = self.facts
-        if worked_s:
+        if worked_s:  # the run has finished
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
             return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
         measured_until = ended_at
@@ -377,10 +377,10 @@ class RunReader:
             return None
         # A worker that still loads its model computes no shards. But it may have the name of a killed worker. Shards of
         # the killed worker are still recorded under this name.
-        computing = _alive(worker for worker in workers if not _is_loading(worker))
+        computing_workers = _alive(worker for worker in workers if not _is_loading(worker))
         running: dict[int, Progress] = {}
         for shard, progress in zip(self.running, self.progress, strict=True):
-            if progress.worker in computing:
+            if progress.worker in computing_workers:
                 running[shard] = progress
 
         state = RunState(connection, self.run)
@@ -399,18 +399,18 @@ class RunReader:
         Shards are started in the order of their numbers. So the latest parts are those just before the running shards.
         Parts after the running shards come from an earlier submission, and count as the oldest.
         """
-        last_running = max(self.running, default=-1)
-        of_earlier_submission = []
-        of_last_submission = []
+        last_running_shard = max(self.running, default=-1)
+        shards_of_earlier_submission = []
+        shards_of_last_submission = []
         for shard in sorted(shards_with_part):
-            if shard > last_running:
-                of_earlier_submission.append(shard)
+            if shard > last_running_shard:
+                shards_of_earlier_submission.append(shard)
             else:
-                of_last_submission.append(shard)
-        return of_earlier_submission + of_last_submission
+                shards_of_last_submission.append(shard)
+        return shards_of_earlier_submission + shards_of_last_submission
 
     def _plan_error(self, connection: Redis) -> str | None:
-        """Say why the last planning made no plan; None if it made one, or may still make one."""
+        """Say why the last planning job made no plan; None if it made a plan, or may still make one."""
         facts = self.facts
         status = self.plan_status
         if status in (JobStatus.STOPPED, JobStatus.CANCELED):
@@ -461,14 +461,17 @@ class RunReader:
 
         Returns None if every adapter is on a worker, or if a worker does not say what it serves.
         """
-        served = models_on(workers, self.facts["queue"])
-        if served is None:
+        served_names = models_on(workers, self.facts["queue"])  # of models and adapters
+        if served_names is None:
             return None
         _, *adapters = self.facts.get("model", "").split("\n")  # the first line names the model
-        missing = [shown_adapter(adapter) for adapter in adapters if adapter not in served]
-        if not missing:
+        missing_names = []
+        for adapter in adapters:
+            if adapter not in served_names:
+                missing_names.append(shown_adapter(adapter))
+        if not missing_names:
             return None
-        return safe_name(", ".join(missing), MAX_TEXT_CHARS)
+        return safe_name(", ".join(missing_names), MAX_TEXT_CHARS)
 
     def _awaited_version(self, workers: Collection[Worker]) -> str | None:
         """Return whether the plan's format is "newer" or "older" than the formats that the queue's workers can read.

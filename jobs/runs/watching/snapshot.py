@@ -49,7 +49,7 @@ class RunSnapshot:
     queue_length: the number of jobs that wait on the run's queues, also of other runs.
     is_held: whether workers claim nothing because Redis came back with older data.
     is_suspended: whether `rq suspend` keeps all workers from taking jobs.
-    awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
+    awaited_model, awaited_second: the run's first and second model. Each is None if a worker of its queue serves it.
     awaited_adapters: the run's adapters whose files no worker of its queue has, as one text.
     awaited_version: "newer" or "older" if no worker of the run's queue can read the plan, because a newer or older
     version of Tokenmill planned the run; else None.
@@ -151,7 +151,7 @@ class RunSnapshot:
 
     @property
     def plan_failed(self) -> bool:
-        """Whether the last submission's planning has failed, or was lost before it made a plan."""
+        """Whether the last submission's planning job has failed, or was lost before it made a plan."""
         if self.plan_status is not None:
             return self.plan_status in REFUSED
         return self.plan_error is not None or self.shards is None
@@ -216,7 +216,7 @@ class RunSnapshot:
             return "expired" if self.expired else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
-        # If shards run while a planning waits, the run counts as running.
+        # If shards run while a planning job waits, the run counts as running.
         if self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started):
             return "planning"
         if self.plan_failed and (self.shards is None or self.is_idle):
@@ -311,13 +311,13 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     sentences = []
     for name in snapshot.silent_workers:
         sentences.append(
-            f"worker {name!r}, which holds some of its shards, has been silent for more than {SILENT_S} s: other "
-            "workers take over these shards when its leases run out"
+            f"worker {name!r}, which holds some of the run's shards, has been silent for more than {SILENT_S} s: other "
+            "workers take over these shards when the leases of this worker run out"
         )
     if snapshot.gone:
         sentences.append(
-            f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
-            "emptied perhaps: submit it again, which enqueues them"
+            f"the jobs of {snapshot.gone} of the run's shards are gone from queue {snapshot.queue!r}, which was "
+            "perhaps emptied: submit the run again, which enqueues these jobs"
         )
     sentences += needs(snapshot)
     has_waiting = snapshot.is_planning or snapshot.queued > 0

@@ -66,8 +66,8 @@ class Span:
 
 def time_left(
     shares_text: str | bytes | None,
-    shards: int | None,
-    rows: int | None,
+    num_shards: int | None,
+    num_rows: int | None,
     parts: PartsDone,
     running: Mapping[int, Progress],
     now: float,
@@ -75,29 +75,29 @@ def time_left(
     """Return the seconds until a run ends; None if they cannot be estimated.
 
     shares_text: a JSON list of each shard's share of the run's work, as Redis keeps it.
-    shards, rows: the numbers of the run's shards and rows. running: the shards under way. now: Unix seconds.
+    num_shards, num_rows: the numbers of the run's shards and rows. running: the shards under way. now: Unix seconds.
     """
-    if not shards or rows is None:
+    if not num_shards or num_rows is None:
         return None
     shares = json.loads(shares_text or "[]")  # by shard
-    if len(shares) < shards:
-        shares = [1] * shards  # as if all shards were equal
+    if len(shares) < num_shards:
+        shares = [1] * num_shards  # as if all shards were equal
 
     # Equal rows are answered once, so only rows with a new text take time.
     new_text_shares = _new_text_shares(
-        rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=rows
+        rows=parts.counts["rows"], share=_generated_share(parts.counts), all_rows=num_rows
     )
     spans = _finished_work(parts.latest, shares)
-    remaining = []  # the remaining work of each unfinished shard
-    for shard in range(shards):
+    remaining_work = []  # of each unfinished shard
+    for shard in range(num_shards):
         if shard not in parts.shards and shard not in running:
-            remaining.append(shares[shard])
+            remaining_work.append(shares[shard])
     tokens_of_row = _tokens_of_row(parts.counts, running.values())
     for shard, progress in running.items():
-        if progress.started_at is None or shard >= shards:
+        if progress.started_at is None or shard >= num_shards:
             continue
         share_done = _share_done(progress, tokens_of_row)
-        remaining.append(shares[shard] * (1 - share_done))
+        remaining_work.append(shares[shard] * (1 - share_done))
         # Only rows with a new text took time.
         generated_work = shares[shard] * share_done * new_text_shares.next_rows
         # The span ends with the last report, because nothing is known of the time after it. The report may be old, for
@@ -107,7 +107,9 @@ def time_left(
             progress.worker, progress.started_at, reported_at, generated_work, is_under_way=True
         )
         spans.append(span)
-    return seconds_left(spans, fsum(remaining) * new_text_shares.remaining_rows, now)
+    # Remaining rows whose text is not new take no time.
+    work = fsum(remaining_work) * new_text_shares.remaining_rows
+    return seconds_left(spans, work, now)
 
 
 def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> list[Span]:
@@ -116,7 +118,7 @@ def _finished_work(latest: Mapping[int, PartStats], shares: Sequence[int]) -> li
     for shard, part in latest.items():
         if shard < len(shares):  # Redis may have a record of a shard that the run does not have
             generated_work = shares[shard] * _generated_share(vars(part))
-            began_at = part.started_at + part.waited_s
+            began_at = part.started_at + part.waited_s  # the time of the first request
             spans.append(Span(part.worker, began_at, part.ended_at, generated_work))
     return spans
 
@@ -135,14 +137,15 @@ def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None
     known_until = max(span.ended_at for span in spans)
     half_time = (began_at + known_until) / 2
     rate_per_worker = _rate(spans, since=half_time)
-    if rate_per_worker == 0:  # nothing was done in the last half of the time
+    if rate_per_worker == 0:  # nothing was done in the second half of the time
         rate_per_worker = _rate(spans, since=began_at)
 
     busy_workers = set()
     for span in spans:
         if span.is_under_way or now - span.ended_at < LATELY_S:
             busy_workers.add(span.worker)
-    if rate_per_worker <= 0 or not busy_workers or known_until - began_at < LEAST_S:
+    observed_s = known_until - began_at
+    if rate_per_worker <= 0 or not busy_workers or observed_s < LEAST_S:
         return None
     return work / rate_per_worker / len(busy_workers)
 
@@ -163,9 +166,9 @@ def _rate(spans: Sequence[Span], since: float) -> float:
             work += span.work * max(0.0, ended_at - began_at) / lasted_s
 
         # A worker may have several shards at once. Time in which their spans overlap counts once.
-        counted_until = max(began_at, busy_until.get(span.worker, began_at))
-        busy_s += max(0.0, ended_at - counted_until)
-        busy_until[span.worker] = max(ended_at, counted_until)
+        count_from = max(began_at, busy_until.get(span.worker, began_at))
+        busy_s += max(0.0, ended_at - count_from)
+        busy_until[span.worker] = max(ended_at, count_from)
     return work / busy_s if busy_s > 0 else 0.0
 
 
@@ -183,7 +186,8 @@ def _new_text_shares(rows: int, share: float, all_rows: int) -> _NewTextShares:
     The estimate assumes that the text of each row is drawn at random from n texts. Then `rows` rows hold
     n * (1 - exp(-rows / n)) different texts. They are known to hold rows * share different texts. n follows from this.
     """
-    if share >= 1 or not 0 < rows < all_rows:
+    is_partly_done = 0 < rows < all_rows
+    if share >= 1 or not is_partly_done:
         return _NewTextShares(1.0, 1.0)
 
     # Both expressions for the number of different texts are equal. Divided by n, and with x for rows / n, they give

@@ -248,7 +248,9 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
         add_worker(redis, name)
         redis.set(f"tokenmill:worker:{name}", '{"state": "busy"}', ex=WORKER_STATS_TTL_S - silent_s)
     text = invoke("status", runs.output).stdout
-    assert "worker 'dead', which holds some of its shards, has been silent for more than" in text
+    assert (
+        "worker 'dead', which holds some of the run's shards, has been silent for more than" in text
+    )
     assert "'alive'" not in text
 
 
