@@ -1,7 +1,7 @@
 """Enqueues jobs and names RQ's keys. In `jobs`, only this module imports rq.
 
-RQ's keys are read directly, for two reasons. RQ's own accessors also clean up, which only workers should do. And they
-unpack whatever a producer wrote.
+RQ's keys are read directly, for two reasons. RQ's own accessors also clean up, which only workers should do. They also
+unpack data of any size, which any producer may have written.
 """
 
 import json

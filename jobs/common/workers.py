@@ -344,7 +344,7 @@ def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
 
 
 def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
-    """Return a sentence about a worker that serves a model with another length limit; "" if there is none.
+    """Return a sentence about a worker that serves the pinned model with another length limit; "" for no such worker.
 
     Only workers of `queue` count. pin: names the model with its length limit; see PinnedModel.pin.
     """
@@ -361,7 +361,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
     return ""
 
 
-def are_held(workers: Iterable[Worker]) -> bool:
+def are_paused(workers: Iterable[Worker]) -> bool:
     """Whether any worker has paused because Redis came back with older data."""
     return _is_any_in_state(RESTORED, workers)
 

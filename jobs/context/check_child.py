@@ -130,7 +130,7 @@ def _compiled(text: str) -> Check:
 
 
 def _pattern(pattern: str) -> Check:
-    """Make the check that a whole text matches a pattern. Raises Unusable."""
+    """Make a check that accepts a text if the whole text matches a pattern. Raises Unusable."""
     try:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -167,7 +167,7 @@ def _function(dotted: str) -> Check:
 
 
 def _schema(schema: dict[str, Any]) -> Check:
-    """Make the check that a text is JSON and follows a schema. Raises Unusable."""
+    """Make a check that accepts a text if it is JSON and follows a schema. Raises Unusable."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.exceptions import best_match
     from jsonschema.validators import validator_for

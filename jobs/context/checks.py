@@ -78,10 +78,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Return the keyword arguments that are not about repairs, and the RepairOptions made from the others.
-
-    Raises InvalidJob.
-    """
+    """Split keyword arguments into those that are not about repairs, and RepairOptions. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {}
     for name, parse in PARSERS.items():

@@ -1,6 +1,7 @@
 """Locks by key. The thread that holds the lock of a key has the turn at that key.
 
-A thread that waits for a turn does nothing meanwhile. It still counts as alive if the thread with the turn does.
+A thread that waits for a turn does nothing meanwhile. It counts as alive as long as the thread that has the turn counts
+as alive.
 """
 
 import threading

@@ -161,7 +161,9 @@ def without_unsupported(
     messages = supported.get("messages")
     if url == CHATS and isinstance(messages, list):
         keys_left_out: dict[str, None] = {}  # a set that keeps the order
-        supported["messages"] = [_without_keys(message, keys_left_out) for message in messages]
+        supported["messages"] = [
+            _without_unknown_keys(message, keys_left_out) for message in messages
+        ]
         left_out += [f"messages[].{key}" for key in keys_left_out]
     return supported, left_out
 
@@ -182,7 +184,7 @@ def _is_supported(
     return is_sampling_value(name)
 
 
-def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
+def _without_unknown_keys(message: Any, left_out: dict[str, None]) -> Any:
     """Return a message without unknown keys. left_out: a dict to which the names of these keys are added."""
     if not isinstance(message, dict):
         return message

@@ -107,7 +107,7 @@ def generated(
 
     row: what a check function gets beside the answer.
     control_tokens: the model's control tokens. They are read as plain text in an answer or a reason that is added to a
-    text prompt; see with_breaks. In chats, the engine sees to this.
+    text prompt; see with_breaks. In chats, the engine makes them plain text.
     """
     if repairs.may_ask_again:
         return _asked_until_accepted(request, repairs, row, control_tokens)
@@ -134,7 +134,8 @@ def _asked_until_accepted(
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [sent]  # one request with one sample
-        if problem is not None and not sent.continued and _is_refused(completion):
+        repeats_answers = problem is not None and not sent.continued
+        if repeats_answers and _is_refused(completion):
             # The earlier answers that this prompt repeats make it longer than the model's length. So they are left out.
             # The refused request does not count as an attempt.
             prompt = _without_answers(original, repairs, problem, attempt, control_tokens)
@@ -225,7 +226,8 @@ class _Tally:
 
 def _is_refused(completion: Completion) -> bool:
     """Whether the engine refused a request before it ran, for example because the prompt is too long."""
-    return completion.finish_reason == "error" and not completion.num_prompt_tokens
+    has_run = completion.num_prompt_tokens > 0
+    return completion.finish_reason == "error" and not has_run
 
 
 def _had_no_room(completion: Completion, request: Request) -> bool:

@@ -54,7 +54,7 @@ class PromptTask(Task):
 
     respond: makes the result. model: the model that the job asks for; None for any model.
     sampling: the sampling values of all requests. repairs: how answers are checked.
-    values_are_text: whether control tokens in an earlier answer are read as plain text when the prompt is asked again.
+    tokens_are_text: whether control tokens in an earlier answer are read as plain text when the prompt is asked again.
     way: how each prompt gets its answer from several requests; None without such a way.
     """
 
@@ -64,7 +64,7 @@ class PromptTask(Task):
     sampling: Mapping[str, Any] = field(default_factory=dict)
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
-    values_are_text: bool = True
+    tokens_are_text: bool = True
     way: Way | None = None
 
     def made(self, context: JobContext) -> "PromptTask":
@@ -121,7 +121,8 @@ class PromptTask(Task):
     @property
     def has_checks(self) -> bool:
         """Whether a child process looks at answers."""
-        return self.repairs.check is not None or (self.way is not None and self.way.has_checks)
+        way_has_checks = self.way is not None and self.way.has_checks
+        return self.repairs.check is not None or way_has_checks
 
     def item(
         self, prompt: Request | Unusable, control_tokens: Collection[str] = ()
@@ -138,7 +139,7 @@ class PromptTask(Task):
             row = {"prompt": without_breaks(prompt.prompt)}
         # A later attempt's prompt may repeat an answer. The answer's control tokens are then read as plain text, if the
         # job has not turned this off.
-        tokens_read_as_text = control_tokens if self.values_are_text else ()
+        tokens_read_as_text = control_tokens if self.tokens_are_text else ()
         return generated(prompt, self.repairs, row, tokens_read_as_text)
 
     @property

@@ -42,9 +42,9 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     """Return a completion's sampling values, and what its response shows. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name != "echo"}
     echo = values.get("echo") or False
-    num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise wrong_value_error("echo", echo, "true or false")
+    num_top = values.get("logprobs")
     if num_top is None or num_top is False:  # no log probabilities are asked for
         sampling.pop("logprobs", None)
         num_top = None
@@ -52,6 +52,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
         raise wrong_value_error("logprobs", num_top, "a number of tokens")
     if not echo:
         return sampling, ResponseOptions(num_top=num_top)
+
     sampling["echo"] = True
     if num_top is not None:
         sampling["prompt_logprobs"] = num_top
@@ -164,9 +165,9 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
     offset = 0
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     for token, partial_bytes in tokens:
-        is_whole = partial_bytes is None and token != ""
-        if is_whole and text.startswith(INCOMPLETE + token, offset):
-            # The bytes before this token never became a whole character.
+        has_whole_characters = partial_bytes is None and token != ""
+        if has_whole_characters and text.startswith(INCOMPLETE + token, offset):
+            # The bytes of the tokens before this one made no whole character, so the text has INCOMPLETE instead.
             offset += len(INCOMPLETE)
             decoder.reset()
         offsets.append(offset)

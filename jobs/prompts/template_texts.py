@@ -69,7 +69,7 @@ def with_breaks(value: Any, control_tokens: Collection[str]) -> Any:
 
 
 class _TokenBreaker:
-    """Puts BREAK into the control tokens of a text.
+    """Puts BREAK into the control tokens of a text, so that the engine reads them as plain text.
 
     The beginning of a token at the text's end gets a BREAK too, because a following text could complete the token.
     texts: the texts of the control tokens.
@@ -152,7 +152,7 @@ class JinjaTexts:
         self.names = frozenset(reply["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
-        """Have a child render the templates with these values. Raises TemplateProblem."""
+        """Have a child process render the templates with these values. Raises TemplateProblem."""
         reply = _ask_child(texts=self.texts, values=values)
         return list(reply["texts"])
 

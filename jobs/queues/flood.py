@@ -81,7 +81,7 @@ def read_producers(connection: Redis, queue: str) -> Producers:
     num_pages = min(MAX_READ // _PAGE, math.ceil(num_waiting / _PAGE))
     counts: Counter[str] = Counter()
     for page in range(num_pages):
-        # The pages lie evenly over the queue. In a queue longer than MAX_READ, the jobs between pages are not read.
+        # The pages are spread evenly over the queue. In a queue longer than MAX_READ, jobs between pages are not read.
         first = page * num_waiting // num_pages
         first_of_next_page = (page + 1) * num_waiting // num_pages
         last = min(first_of_next_page, first + _PAGE) - 1

@@ -89,12 +89,12 @@ def requeue_all(connection: Redis, queue: str, limit: int, error: str = "") -> R
         if not page:
             break
         job_ids = list(map(stored.text, page))
-        errors = _last_errors(connection, job_ids)
+        last_errors = _last_errors(connection, job_ids)
         if error:
-            to_requeue = [job_id for job_id in job_ids if error in error_line(errors[job_id])]
+            to_requeue = [job_id for job_id in job_ids if error in error_line(last_errors[job_id])]
             num_other_errors += len(job_ids) - len(to_requeue)
         else:
-            at_fault = [job_id for job_id in job_ids if fault_of(errors[job_id]) == "client"]
+            at_fault = [job_id for job_id in job_ids if fault_of(last_errors[job_id]) == "client"]
             result.client_at_fault += at_fault
             to_requeue = [job_id for job_id in job_ids if job_id not in at_fault]
         result.add(_requeue_chunk(connection, queue, to_requeue))

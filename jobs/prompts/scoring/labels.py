@@ -187,7 +187,7 @@ def classify_task(
 
     return asked_task(
         task,
-        values_are_text=splits_control_tokens(options),
+        tokens_are_text=splits_control_tokens(options),
         prompt=prompt,
         messages=messages,
         prompt_template=prompt_template,

@@ -62,7 +62,7 @@ class Relevance(Scoring):
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt, which is a pair of a query and a document."""
         query, document = prompt
-        if self.has_head:
+        if self.has_head:  # a cross-encoder reads both texts as one pair
             return Request(
                 prompt=query, messages=None, sampling={"pair": document}, kind="classify"
             )
@@ -75,7 +75,7 @@ class Relevance(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the head's score, or the probability of yes."""
         if completion.class_scores is not None:
-            [score] = completion.class_scores.values()  # such a head has one class
+            [score] = completion.class_scores.values()  # a head that ranks has one class
             return Scored({"score": score})
         if completion.loglikelihoods is None:
             return unscored(completion)

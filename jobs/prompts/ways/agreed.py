@@ -89,6 +89,7 @@ class Agreement(Way):
             [failed_samples] = rounds  # all samples of the first round have failed
             return PromptAnswer(samples=failed_samples[:1], num_generated=[0])
         extras = {"votes": votes.share, "samples": len(votes.samples)}
+        # Each round is one request, whose samples share one prefill.
         first_of_rounds = [samples[0] for samples in rounds]
         return merged(votes.winner, prefills=first_of_rounds, samples=votes.samples, extras=extras)
 

@@ -30,7 +30,7 @@ class Votes:
 
     @property
     def are_open(self) -> bool:
-        """Whether the vote is open: too few samples agree so far, but enough may agree once more are drawn."""
+        """Whether the vote is open: too few samples agree so far, but further samples may change this."""
         if not self.samples:
             return True
         if self.num_left == 0 or self.share >= self.agree:
