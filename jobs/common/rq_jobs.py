@@ -145,7 +145,8 @@ MAX_ERROR_BYTES = 1 << 20
 def error_text(entry: Mapping[bytes, bytes]) -> str:
     """Return the traceback in an entry of a job's results; "" if there is none."""
     packed = _decoded(entry, b"exc_string")
-    return stored.text(stored.unpack_at_most(packed, MAX_ERROR_BYTES) or b"")
+    traceback = stored.unpack_at_most(packed, MAX_ERROR_BYTES)
+    return "" if traceback is None else stored.text(traceback)
 
 
 def last_value(connection: Redis, job_id: str) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class SharedFiles:
             return nearest.reader
 
     def _open(self, open_reader: Callable[[], R]) -> R:
-        """Open a reader, after closing an idle one if MAX_READERS are open. Raises NoRoomYet if none is idle."""
+        """Open a reader. If MAX_READERS are open, close an idle one first, or raise NoRoomYet if no reader is idle."""
         with self._lock:
             replaced = None
             if self.num_readers >= MAX_READERS:

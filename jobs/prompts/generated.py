@@ -134,9 +134,8 @@ def _asked_until_accepted(
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [sent]  # one request with one sample
-        repeats_answers = problem is not None and not sent.continued
-        if repeats_answers and _is_refused(completion):
-            # The earlier answers that this prompt repeats make it longer than the model's length. So they are left out.
+        if problem is not None and not sent.continued and _is_refused(completion):
+            # The prompt repeats earlier answers, and is longer than the model allows. So these answers are left out.
             # The refused request does not count as an attempt.
             prompt = _without_answers(original, repairs, problem, attempt, control_tokens)
             sent = prompt
@@ -193,8 +192,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. If this attempt did not continue that answer, a check has refused it before.
-            # The answer is then returned with an error that says that this attempt failed.
+            # The previous answer stays. If this attempt did not continue that answer, a check has refused that
+            # answer before. The answer is then returned with an error that says that this attempt failed.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
@@ -238,7 +237,7 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
 
 
 def _sampling_of(original: Request, attempt: int) -> dict[str, Any]:
-    """Return the sampling values of a later attempt. Its seed follows from the seed of the first attempt.
+    """Return the sampling values of a later attempt. Its seed is computed from the seed of the first attempt.
 
     original: the first attempt's request, without the sampling values that only a first request may have.
     """
@@ -354,7 +353,7 @@ def check_repairs(
 
 
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sampling values with another seed, which follows from their seed and `name`.
+    """Return sampling values with a new seed, which is computed from the old seed and `name`.
 
     Values without a seed are returned as they are.
     """
@@ -364,6 +363,6 @@ def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def hashed_seed(text: str) -> int:
-    """Return a seed that follows from a text, from 0 to 2**63 - 1."""
+    """Return a seed that is computed from a text: a number from 0 to 2**63 - 1."""
     digest = blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # 63 of the 64 bits

@@ -99,9 +99,9 @@ def asked_task(make: Callable[[str, Any], Task], *, tokens_are_text: bool, **sou
     [name] = given_names
     if not name.endswith("_template"):
         return make(name, sources[name])
-    name_of_filled = name.removesuffix("_template")
+    filled_name = name.removesuffix("_template")
     return templated_task(
-        name, sources[name], partial(make, name_of_filled), tokens_are_text=tokens_are_text
+        name, sources[name], partial(make, filled_name), tokens_are_text=tokens_are_text
     )
 
 

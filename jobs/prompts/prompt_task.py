@@ -146,7 +146,7 @@ class PromptTask(Task):
     def num_samples(self) -> int:
         """Return how many samples each prompt gets."""
         n = self.sampling.get("n", 1)
-        return n if isinstance(n, int) else 1
+        return n if isinstance(n, int) else 1  # the engine refuses an n that is no number
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response, with the error of each prompt that failed. Raises RequestFailed if all failed."""
@@ -171,7 +171,7 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return the answer to a prompt. If one sample has failed, all samples of the returned answer have failed.
+        """Return an answer. If one of its samples has failed, return an answer whose samples have all failed.
 
         If the job checks or continues answers, an answer has only one sample, and is returned unchanged.
         """
@@ -266,9 +266,9 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent_tokens(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Return an earlier execution's progress, with all tokens that a client has received already.
+        """Return an earlier execution's progress, with all tokens that a client of the job has received already.
 
-        A client that follows the job received these tokens. The answer must go on after them.
+        The answer must go on after these tokens.
         progress_of: how far the earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal
@@ -357,7 +357,7 @@ class OpenPrompts(ItemsTask):
 
 
 def _served_text(context: JobContext) -> str:
-    """Return the names of the model and adapters that a job may ask for here, for an error."""
+    """Return the names of the model and adapters that a job may ask for, as an error lists them."""
     model = repr(context.model.name)
     adapters = context.adapters.names_text
     return f"{model}, and adapters {adapters}" if adapters else model

@@ -215,7 +215,7 @@ def prompt_logprobs(positions: Sequence[TokenLogprobs | None]) -> list[dict[str,
 
 
 def _token_entry(position: TokenLogprobs) -> Logprob:
-    """Return the entry of the text's own token. A position holds it first, and then the likeliest tokens."""
+    """Return the entry of the token that is in the text. A position has this entry first, then the likeliest tokens."""
     return next(iter(position.values()))
 
 
@@ -360,7 +360,7 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Return a response's numbers of tokens. As with OpenAI, a prompt counts once, even if it has several samples."""
+    """Return a response's token counts. A prompt counts once, even if it has several samples, as with OpenAI."""
     prompt_tokens = 0
     cached_tokens = 0
     completion_tokens = 0

@@ -1,4 +1,4 @@
-"""Writes the metrics of queues and of Redis for Prometheus, also while no worker runs.
+"""Writes the metrics of queues and of Redis for Prometheus, even while no worker runs.
 
 The dashboard serves metrics only for the queues that its operator names. It does not use RQ's list of queues
 (`rq:queues`), because producers may write any name into it. A worker with a scheduler serves the metrics of its own

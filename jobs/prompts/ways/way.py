@@ -43,7 +43,7 @@ class Way(abc.ABC):
     @classmethod
     def main_option(cls) -> str:
         """Return the name of the argument that asks for the way."""
-        return next(iter(cls.options))
+        return next(iter(cls.options))  # the first one
 
     @abc.abstractmethod
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
