@@ -33,9 +33,10 @@ class PlainLine(logging.Filter):
             record.args = tuple(map(_cut, record.args))
             index = _index_of_job(record.msg)
             if index is not None and index < len(record.args):
-                setattr(record, JOB_ID_FIELD, printable(str(record.args[index])))
+                job_id = str(record.args[index])
+                setattr(record, JOB_ID_FIELD, printable(job_id))
         record.msg = printable(_COLOUR.sub("", record.getMessage()))
-        record.args = None
+        record.args = None  # the message already contains them
         return True
 
 

@@ -91,7 +91,7 @@ def execution_key(job_id: str, execution_id: str) -> str:
 
 
 def rate_limit_key(limit: str) -> str:
-    """Return the key of a rate limit's hash, which says how many of the limit's jobs may be queued or run."""
+    """Return the key of a rate limit's hash, which says how many jobs with this limit may be queued or run at once."""
     return f"{RQ}:rl:{limit}"
 
 

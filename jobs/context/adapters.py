@@ -98,8 +98,7 @@ class Adapters:
 class LiveAdapters(Adapters):
     """The adapters that this process could use when `refresh` was last called. Thread-safe.
 
-    find: returns two values: the pinned adapters that can be used, and a mapping of the other adapters' names to the
-    reasons why they cannot be used.
+    find: returns the pinned adapters that can be used, and for each other adapter, by its name, why it cannot be used.
     """
 
     is_live = True

@@ -51,7 +51,8 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
 
     kind, _ = _kind_and_rule(question["check"])
-    if kind in ("function", "tool") and _version(check) != hash_of(_files(check)):
+    has_files = kind in ("function", "tool")
+    if has_files and _version(check) != hash_of(_files(check)):
         return {"is_stale": True}
     if "version" in question:
         return {"version": _version(check)}

@@ -175,7 +175,7 @@ class Checks:
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
+        """Have a child process compile a check, and return its reply. Raises InvalidJob if the check can never work.
 
         This may take long, because the child imports the check's function.
         question: further fields of the question to the child, such as the one that asks for the function's version.
@@ -215,7 +215,7 @@ class Checks:
         return outcome
 
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
+        """Have a child process compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
         reply = self._pool.call(lambda child: self._reply(child, options, question))
         # A reply is stale if the child imported the function before the function's files changed. `_reply` has then
         # closed the child, so the next call gets another one.
@@ -230,7 +230,7 @@ class Checks:
     ) -> dict[str, Any]:
         """Return a child's reply to a question about a check. Closes the child if its reply is stale (see `_ask`).
 
-        A child that has not compiled the check yet is first asked to do so, with a time limit of its own.
+        A child that has not compiled the check yet must first compile it, within a separate time limit.
         """
         compile_question = {"check": options.check_text}
         reply: dict[str, Any] = {}

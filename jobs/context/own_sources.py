@@ -1,4 +1,4 @@
-"""Finds the files that a user's module imports from its own package, so that all of them are hashed."""
+"""Finds and hashes the files that a user's module imports from its own package."""
 
 import ast
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ class Turns:
     def at(self, key: Hashable) -> Iterator[None]:
         """Wait for the lock of a key, and hold the lock during the `with`.
 
-        If the current call is interrupted meanwhile, this raises the error that interrupts it.
+        Raises the error that interrupts the current call, if the call is interrupted while it waits.
         """
         call = self._current_call()
         with self._lock:

@@ -103,7 +103,7 @@ def merged(
 def generated(
     request: Request, repairs: RepairOptions, row: Any = None, control_tokens: Collection[str] = ()
 ) -> Item[PromptAnswer]:
-    """Return the item that asks a prompt for its completions.
+    """Return the Item that asks a prompt for its completions. An Item is a generator of requests and checks.
 
     row: what a check function gets beside the answer.
     control_tokens: the model's control tokens. They are read as plain text in an answer or a reason that is added to a
@@ -115,7 +115,7 @@ def generated(
 
 
 def _answer_of_samples(item: Item[Samples]) -> Item[PromptAnswer]:
-    """Return an item whose answer has the samples of another item."""
+    """Return an Item whose answer has the samples that another Item returns."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
@@ -123,7 +123,7 @@ def _answer_of_samples(item: Item[Samples]) -> Item[PromptAnswer]:
 def _asked_until_accepted(
     request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]
 ) -> Item[PromptAnswer]:
-    """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
+    """Return the Item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
     # The first request, without the sampling values that only a first request may have.
     original = replace(request, sampling=_later_sampling(request))
@@ -163,7 +163,7 @@ def _asked_until_accepted(
         if _had_no_room(completion, prompt):
             prompt = _without_answers(original, repairs, problem, attempt + 1, control_tokens)
         else:
-            prompt = replace(prompt, sampling=_sampling_of(original, attempt + 1))
+            prompt = replace(prompt, sampling=_sampling_of_attempt(original, attempt + 1))
             prompt = _repaired(prompt, repairs, problem, control_tokens, answer=completion.text)
         sent = prompt
     return PromptAnswer([tally.as_sample()], [tally.num_generated], attempt, problem)
@@ -236,7 +236,7 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
     return is_cut and type(limit) is int and len(completion.token_ids) < limit
 
 
-def _sampling_of(original: Request, attempt: int) -> dict[str, Any]:
+def _sampling_of_attempt(original: Request, attempt: int) -> dict[str, Any]:
     """Return the sampling values of a later attempt. Its seed is computed from the seed of the first attempt.
 
     original: the first attempt's request, without the sampling values that only a first request may have.
@@ -270,9 +270,10 @@ def _without_answers(
 ) -> Request:
     """Return a later attempt's request. It leaves out the earlier answers, for which there is no room.
 
-    Only the reason follows the original prompt. original: see `_sampling_of`. reason: why the last answer is not valid.
+    Only the reason follows the original prompt.
+    original: see `_sampling_of_attempt`. reason: why the last answer is not valid.
     """
-    request = replace(original, sampling=_sampling_of(original, attempt))
+    request = replace(original, sampling=_sampling_of_attempt(original, attempt))
     if request.messages is None:
         return _repaired(request, repairs, reason, control_tokens)
     # Chat templates want users and assistants to take turns. So the reason is added to the user's last message.

@@ -149,7 +149,7 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
 def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
     """Reply with the rendered texts of a template, or with its problem.
 
-    If the question has no values, reply with the names of the template's variables instead.
+    If the worker's question has no values, reply with the names of the template's variables instead.
     """
     texts = worker.question["texts"]
     reply: dict[str, Any]

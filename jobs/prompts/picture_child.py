@@ -20,7 +20,7 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """Reply with the size of a picture and its pixels as RGB, or with why it cannot be decoded.
 
-    The picture's file is the body of the question. The question has `max_pixels`.
+    worker: sends a question with `max_pixels`, and the picture's file as the question's body.
     """
     try:
         picture_or_problem = _decoded(worker.body, worker.question["max_pixels"])

@@ -121,7 +121,7 @@ class DecodedPicture(NamedTuple):
 
 
 def decode(file: bytes, name: str, max_pixels: int) -> DecodedPicture:
-    """Have a child decode a picture. Raises InvalidJob. name: the picture's name in errors."""
+    """Have a child process decode a picture. Raises InvalidJob. name: the picture's name in errors."""
     question = {"max_pixels": max_pixels}
     try:
         reply, rgb = DECODERS.call(

@@ -127,16 +127,20 @@ class PromptTask(Task):
     def item(
         self, prompt: Request | Unusable, control_tokens: Collection[str] = ()
     ) -> Item[PromptAnswer]:
-        """Return the item of one prompt. control_tokens: the model's control tokens."""
+        """Return the Item of one prompt: a generator of the prompt's requests and checks.
+
+        control_tokens: the texts of the model's control tokens.
+        """
         if isinstance(prompt, Unusable):
             return _answered_item(failed(prompt.reason, self.num_samples))
         if self.way is not None:
             return self.way.item(prompt)
         row: dict[str, Any] = {}  # what a check function gets beside the answer
-        if self.repairs.may_ask_again and prompt.messages is not None:
-            row = {"messages": without_pictures(prompt.messages)}
-        elif self.repairs.may_ask_again:
-            row = {"prompt": without_breaks(prompt.prompt)}
+        if self.repairs.may_ask_again:
+            if prompt.messages is not None:
+                row = {"messages": without_pictures(prompt.messages)}
+            else:
+                row = {"prompt": without_breaks(prompt.prompt)}
         # A later attempt's prompt may repeat an answer. The answer's control tokens are then read as plain text, if the
         # job has not turned this off.
         tokens_read_as_text = control_tokens if self.tokens_are_text else ()
@@ -182,7 +186,7 @@ class PromptTask(Task):
 
 
 def _answered_item(answer: PromptAnswer) -> Item[PromptAnswer]:
-    """Return an item that asks nothing and returns this answer."""
+    """Return an Item that asks nothing and returns this answer."""
     yield from ()  # makes this function a generator
     return answer
 

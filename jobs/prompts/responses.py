@@ -127,7 +127,7 @@ def text_logprobs(
     if not prompt_only:
         answer_positions = sample.logprobs or ()
 
-    tokens: list[str] = []
+    shown_tokens: list[str] = []
     tokens_and_bytes: list[tuple[str, bytes | None]] = []  # for _text_offsets
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
@@ -136,18 +136,18 @@ def text_logprobs(
     all_positions = [*prompt_positions, *answer_positions]
     for token, position in zip(all_tokens, all_positions, strict=True):
         if position is None:  # this token has no log probability
-            tokens.append(token)
+            shown_tokens.append(token)
             tokens_and_bytes.append((token, None))
             logprobs.append(None)
             top_logprobs.append(None)
             continue
         entry = _token_entry(position)
-        tokens.append(text_token(entry))
+        shown_tokens.append(text_token(entry))
         tokens_and_bytes.append((token, entry.partial_bytes))
         logprobs.append(_json_logprob(entry))
         top_logprobs.append(_by_text(position))
     return {
-        "tokens": tokens,
+        "tokens": shown_tokens,
         "token_logprobs": logprobs,
         "top_logprobs": top_logprobs,
         "text_offset": _text_offsets(text, tokens_and_bytes),

@@ -158,7 +158,7 @@ class JinjaTexts:
 
 
 def _ask_child(**question: Any) -> dict[str, Any]:
-    """Ask a child about templates, and return its reply. Raises TemplateProblem."""
+    """Ask a child process about templates, and return its reply. Raises TemplateProblem."""
     try:
         reply, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:

@@ -97,8 +97,8 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
         for job_id in job_ids:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
         # A producer may have written a value of another type to a job's key. Then only that job counts as unnamed.
-        sizes: list[Any] = pipe.execute(raise_on_error=False)
-        readable_flags = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
+        meta_sizes: list[Any] = pipe.execute(raise_on_error=False)
+        readable_flags = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in meta_sizes]
         for job_id, is_readable in zip(job_ids, readable_flags, strict=True):
             if is_readable:
                 pipe.hget(rq_jobs.job_key(job_id), "meta")

@@ -36,7 +36,7 @@ _YES_OR_NO = Labels.of(["yes", "no"])
 
 @dataclass(frozen=True)
 class Relevance(Scoring):
-    """Asks a cross-encoder for its score, and any other model for the probability of yes.
+    """Asks a cross-encoder for its score, and any other model for the probability of "yes".
 
     has_head: whether the model is a cross-encoder. instruction: describes the task in the prompt of other models.
     """
@@ -73,7 +73,7 @@ class Relevance(Scoring):
         return _YES_OR_NO.request(text)
 
     def scored(self, completion: Completion) -> Scored:
-        """Return the head's score, or the probability of yes."""
+        """Return the head's score, or the probability of "yes"."""
         if completion.class_scores is not None:
             [score] = completion.class_scores.values()  # a head that ranks has one class
             return Scored({"score": score})
