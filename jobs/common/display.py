@@ -72,8 +72,8 @@ def bytes_text(num_bytes: float) -> str:
     """Return an amount of memory in its largest unit, such as "3.2 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            digits = 1 if unit == "GiB" else 0
-            return f"{num_bytes:.{digits}f} {unit}"
+            num_decimals = 1 if unit == "GiB" else 0
+            return f"{num_bytes:.{num_decimals}f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
 

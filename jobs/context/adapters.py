@@ -98,7 +98,7 @@ class Adapters:
 class LiveAdapters(Adapters):
     """The adapters that this process could use when `refresh` was last called. Thread-safe.
 
-    find: returns the pinned adapters that can be used, and for each other adapter, by its name, why it cannot be used.
+    find: returns the pinned adapters that can be used, and a mapping from each other adapter's name to its problem.
     """
 
     is_live = True

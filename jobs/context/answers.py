@@ -122,7 +122,7 @@ class AnswerMemo:
             return answer
 
     def put(self, key: bytes, answer: Any) -> None:
-        """Remember an answer, unless its key has one. If the answers exceed `max_bytes`, drop the oldest ones."""
+        """Remember an answer, unless its key has one. Drop the least recently used answers beyond `max_bytes`."""
         with self._lock:
             if key in self._answers:
                 return

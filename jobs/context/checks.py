@@ -41,7 +41,7 @@ class RepairOptions:
     """How answers are checked, and when a prompt is asked again.
 
     check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
-    max_attempts: how often a prompt is asked at most, the first time included.
+    max_attempts: the most times that a prompt is asked, including the first time.
     continue_on_length: whether an answer that ended with "length" is continued.
     repair_template: the text that asks for another answer; None for CHAT_REPAIR or PROMPT_REPAIR.
     """

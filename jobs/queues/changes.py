@@ -111,7 +111,7 @@ def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list
 def _delete_failed(
     connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline
 ) -> list[str]:
-    """Delete the jobs that are failed, and return their ids. pipe: watches their hashes."""
+    """Delete those jobs that are failed, and return their ids. pipe: watches the jobs' hashes."""
     failed = rq_jobs.QueueKeys(queue).failed
     with connection.pipeline(transaction=False) as reads:
         for job_id in job_ids:

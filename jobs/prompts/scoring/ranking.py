@@ -59,7 +59,7 @@ class Relevance(Scoring):
         """Raise InvalidJob if the model's head has several classes."""
         model.check_can_rank()
 
-    def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
+    def request(self, prompt: Any, chat_options: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt, which is a pair of a query and a document."""
         query, document = prompt
         if self.has_head:  # a cross-encoder reads both texts as one pair

@@ -35,6 +35,7 @@ class Votes:
             return True
         if self.num_left == 0 or self.share >= self.agree:
             return False
+        # The share that the commonest answer would have if all further samples gave it.
         highest_share = (len(self._commonest) + self.num_left) / self.max_samples
         return highest_share >= self.agree
 
