@@ -60,7 +60,7 @@ def _index_of_job(message: object) -> int | None:
 
 
 def _cut(value: Any) -> Any:
-    """Return a number as it is, and any other value cut after MAX_ARGUMENT_CHARS."""
+    """Return a number as it is, so that %d can format it. Cut any other value after MAX_ARGUMENT_CHARS."""
     if isinstance(value, (int, float)):
         return value
     text = str(value)

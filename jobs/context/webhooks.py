@@ -134,7 +134,7 @@ def _split_url(url: Any) -> SplitResult | None:
         return None
     try:
         parts = urlsplit(url)
-        port = parts.port
+        port = parts.port  # raises ValueError for a port that is no number up to 65535
     except ValueError:
         return None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:

@@ -113,7 +113,7 @@ def complete_task(
     arguments, repairs, way_options = _split_options(options)
     refuse_chat_options(arguments)
     tokens_are_text = splits_control_tokens(arguments)
-    arguments.pop(SPLIT_TOKENS, None)
+    arguments.pop(SPLIT_TOKENS, None)  # the engine does not know this option
     sampling, response_options = completion_options(arguments)
     check_repairs(repairs, sampling, prompt_only=response_options.prompt_only)
     way = _checked_way(way_options, sampling, repairs, tools=[])

@@ -132,6 +132,8 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
     """
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
+    job_prefix = rq_jobs.job_key("")
+    executions_prefix = rq_jobs.executions_key("")
     length: Any = connection.llen(keys.waiting)
     num_passed = 0  # jobs of other producers, which stay at the queue's end
     num_cancelled = 0
@@ -145,14 +147,7 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
         job_ids = list(map(stored.text, entries))
         producer_of_each = _producers(connection, job_ids)
         # The arguments of the script: six values, and then the ids of the jobs to cancel.
-        args: list[Any] = [
-            first,
-            last,
-            rq_jobs.job_key(""),
-            rq_jobs.executions_key(""),
-            time.time(),
-            _KEPT_S,
-        ]
+        args: list[Any] = [first, last, job_prefix, executions_prefix, time.time(), _KEPT_S]
         for job_id, producer_of_job in zip(job_ids, producer_of_each, strict=True):
             if producer_of_job == producer:
                 args.append(job_id)

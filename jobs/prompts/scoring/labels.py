@@ -77,7 +77,7 @@ class Labels(Scoring):
         """Return the scoring for these labels. Raises InvalidJob."""
         values = {
             "continuations": list(labels),
-            "score_end": "auto",
+            "score_end": "auto",  # for labels; see ScoringParams
             **truncation(truncate_prompt_tokens),
         }
         return cls(values, labels)
