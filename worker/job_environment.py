@@ -10,7 +10,7 @@ from redis import Redis
 from engine import InvalidRequest, RequestParams, SamplingParams, request_params
 from jobs.common.keys import FORMAT
 from jobs.context import JobContext, Lease
-from jobs.context.job_journal import JobJournal, SentTokens, short_name
+from jobs.context.job_journal import JobJournal, SentTokens, hash_of_owner
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import notify_failed
@@ -63,7 +63,7 @@ class JobEnvironment:
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.shared_context.model.pin}"
         tokens_sent: Sequence[SentTokens] = ()
         if claimed.pieces:
-            tokens_sent = sent_tokens(claimed.pieces, short_name(owner))
+            tokens_sent = sent_tokens(claimed.pieces, hash_of_owner(owner))
         return JobJournal(
             connection,
             claimed.job_id,

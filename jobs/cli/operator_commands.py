@@ -28,7 +28,7 @@ from jobs.common.workers import (
     SUSPENDED,
     SUSPENDED_TEXT,
     Worker,
-    are_held,
+    are_paused,
     are_suspended,
     claimed_jobs,
     read_workers,
@@ -87,7 +87,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
             click.echo(_worker_line(worker, is_suspended))
     if not queues and not known_names and not workers:
         click.echo(f"no queue; {NO_WORKER_TEXT}")
-    if are_held(workers):
+    if are_paused(workers):
         click.secho(f"no worker claims anything: {RESTORED_TEXT}", fg="red")
     if is_suspended:
         click.secho(SUSPENDED_TEXT, fg="red")

@@ -1,4 +1,4 @@
-"""Makes values fit to be shown: short, printable, and in a form for people or for JSON."""
+"""Turns values into short, printable texts for people, and into JSON."""
 
 import datetime
 import json
@@ -72,8 +72,8 @@ def bytes_text(num_bytes: float) -> str:
     """Return an amount of memory in its largest unit, such as "3.2 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
-            digits = 1 if unit == "GiB" else 0
-            return f"{num_bytes:.{digits}f} {unit}"
+            num_decimals = 1 if unit == "GiB" else 0
+            return f"{num_bytes:.{num_decimals}f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} TiB"
 
@@ -113,8 +113,8 @@ def utc_text(moment: float) -> str:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return a list or dict as JSON.
 
-    A time becomes a text in ISO 8601. A decimal becomes a number if it loses no digit by this. An infinite number
-    becomes null.
+    A time becomes a text in ISO 8601. A decimal becomes a number if the number is exact; otherwise, a text. An infinite
+    number becomes null.
     """
     dumps = partial(
         json.dumps, ensure_ascii=False, allow_nan=False, default=_replacement, indent=indent

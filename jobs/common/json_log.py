@@ -1,4 +1,4 @@
-"""Writes records of a log as lines of JSON, by structlog. Imported only if logs are written as JSON."""
+"""Writes records of a log as lines of JSON, with structlog. Imported only if logs are written as JSON."""
 
 import json
 import logging

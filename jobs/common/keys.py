@@ -5,9 +5,9 @@ tokenmill:samples:<name>       list: JSON points of that worker's last hour, the
 tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission, and its last cancelled submission
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
-tokenmill:run:<run>:turn       string: submit, planning and cancel watch and write it, so that each notices the others
+tokenmill:run:<run>:turn       string: submit, planning and cancel write it and watch it, to notice each other
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
-tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, if a webhook is told of the run's end
+tokenmill:run:<run>:failed     set: shards whose jobs have failed for good. Only runs with a webhook have this key
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its creation (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)

@@ -33,9 +33,10 @@ class PlainLine(logging.Filter):
             record.args = tuple(map(_cut, record.args))
             index = _index_of_job(record.msg)
             if index is not None and index < len(record.args):
-                setattr(record, JOB_ID_FIELD, printable(str(record.args[index])))
+                job_id = str(record.args[index])
+                setattr(record, JOB_ID_FIELD, printable(job_id))
         record.msg = printable(_COLOUR.sub("", record.getMessage()))
-        record.args = None
+        record.args = None  # the message already contains them
         return True
 
 
@@ -59,7 +60,7 @@ def _index_of_job(message: object) -> int | None:
 
 
 def _cut(value: Any) -> Any:
-    """Return a number as it is, and any other value cut after MAX_ARGUMENT_CHARS."""
+    """Return a number as it is, so that %d can format it. Cut any other value after MAX_ARGUMENT_CHARS."""
     if isinstance(value, (int, float)):
         return value
     text = str(value)

@@ -23,7 +23,7 @@ WRITES = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave
 class RedisHealth:
     """How full Redis is, and which files it could not write to its disk.
 
-    limit_bytes: `maxmemory`; without it, all memory of the machine; 0 if that is not known either.
+    limit_bytes: `maxmemory` if it is set; otherwise, all memory of the machine; 0 if neither is known.
     failed_writes: the fields of WRITES whose last write failed.
     """
 

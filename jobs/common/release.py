@@ -25,7 +25,8 @@ def release_text(version: str, commit_id: str) -> str:
 def _installed_commit() -> str:
     """Return the commit that pip noted when it installed from a repository (PEP 610); "" if it noted none."""
     with suppress(PackageNotFoundError, OSError, ValueError, AttributeError):
-        note = json.loads(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        stored_note = distribution(_PACKAGE).read_text("direct_url.json") or "{}"
+        note = json.loads(stored_note)
         return str(note.get("vcs_info", {}).get("commit_id", ""))
     return ""
 

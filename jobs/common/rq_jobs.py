@@ -1,7 +1,7 @@
 """Enqueues jobs and names RQ's keys. In `jobs`, only this module imports rq.
 
-RQ's keys are read directly, for two reasons. RQ's own accessors also clean up, which only workers should do. And they
-unpack whatever a producer wrote.
+RQ's keys are read directly, for two reasons. RQ's own accessors also clean up, which only workers should do. They also
+unpack data of any size, which any producer may have written.
 """
 
 import json
@@ -91,7 +91,7 @@ def execution_key(job_id: str, execution_id: str) -> str:
 
 
 def rate_limit_key(limit: str) -> str:
-    """Return the key of a rate limit's hash, which says how many of the limit's jobs may be queued or run."""
+    """Return the key of a rate limit's hash, which says how many jobs with this limit may be queued or run at once."""
     return f"{RQ}:rl:{limit}"
 
 
@@ -145,7 +145,8 @@ MAX_ERROR_BYTES = 1 << 20
 def error_text(entry: Mapping[bytes, bytes]) -> str:
     """Return the traceback in an entry of a job's results; "" if there is none."""
     packed = _decoded(entry, b"exc_string")
-    return stored.text(stored.unpack_at_most(packed, MAX_ERROR_BYTES) or b"")
+    traceback = stored.unpack_at_most(packed, MAX_ERROR_BYTES)
+    return "" if traceback is None else stored.text(traceback)
 
 
 def last_value(connection: Redis, job_id: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def _number(value: object) -> float | None:
     """Read a number from 0 to 2**53, such as seconds or a share. Return None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 <= value < 1 << 53 else None
+    return float(value) if 0 <= value < 2**53 else None
 
 
 def _text(value: object) -> str | None:
@@ -103,8 +103,8 @@ class Point:
     num_requests_running: sequences in the batch. kv_cache_usage: a share from 0 to 1.
     jobs_held: jobs that the worker has claimed and not ended. rows: answered rows of files.
     depth: how many jobs wait in each of the worker's queues, the most urgent queue first.
-    ended: how many jobs ended here, by queue. ended_badly: how many of these jobs did not finish successfully.
-    waited_ms, ran_ms: how long all ended jobs of a queue together have waited and run.
+    ended: how many jobs ended on this worker, by queue. ended_badly: how many of them did not finish successfully.
+    waited_ms, ran_ms: the waiting times and run times of these ended jobs, added up by queue.
     """
 
     at: float = 0.0
@@ -344,7 +344,7 @@ def models_on(workers: Iterable[Worker], queue: str) -> set[str] | None:
 
 
 def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
-    """Return a sentence about a worker that serves a model with another length limit; "" if there is none.
+    """Return a sentence about a worker that serves the pinned model with another length limit; "" for no such worker.
 
     Only workers of `queue` count. pin: names the model with its length limit; see PinnedModel.pin.
     """
@@ -361,7 +361,7 @@ def other_length_text(workers: Iterable[Worker], queue: str, pin: str) -> str:
     return ""
 
 
-def are_held(workers: Iterable[Worker]) -> bool:
+def are_paused(workers: Iterable[Worker]) -> bool:
     """Whether any worker has paused because Redis came back with older data."""
     return _is_any_in_state(RESTORED, workers)
 

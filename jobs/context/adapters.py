@@ -98,8 +98,7 @@ class Adapters:
 class LiveAdapters(Adapters):
     """The adapters that this process could use when `refresh` was last called. Thread-safe.
 
-    find: returns two values: the pinned adapters that can be used, and a mapping of the other adapters' names to the
-    reasons why they cannot be used.
+    find: returns the pinned adapters that can be used, and a mapping from each other adapter's name to its problem.
     """
 
     is_live = True

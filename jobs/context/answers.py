@@ -57,8 +57,10 @@ class Answer:
                 reasons.append(value)
         if reasons:
             return reasons
-        reason = self.finish_reason
-        return [reason] if isinstance(reason, str) else list(reason)
+        # The row has one prompt, with one sample or with several samples.
+        if isinstance(self.finish_reason, str):
+            return [self.finish_reason]
+        return list(self.finish_reason)
 
     @property
     def all_completion_tokens(self) -> int:
@@ -109,7 +111,7 @@ class AnswerMemo:
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
         self.num_bytes = 0
         #: The keys of the answers that are being computed.
-        self._begun: set[bytes] = set()
+        self._keys_in_progress: set[bytes] = set()
 
     def get(self, key: bytes) -> Any:
         """Return the answer of a key; None if it is not known."""
@@ -120,7 +122,7 @@ class AnswerMemo:
             return answer
 
     def put(self, key: bytes, answer: Any) -> None:
-        """Remember an answer, unless its key has one. If the answers exceed `max_bytes`, drop the oldest ones."""
+        """Remember an answer, unless its key has one. Drop the least recently used answers beyond `max_bytes`."""
         with self._lock:
             if key in self._answers:
                 return
@@ -133,15 +135,15 @@ class AnswerMemo:
     def begin(self, key: bytes) -> bool:
         """Note that a job begins to compute an answer. Return False if another job computes the answer already."""
         with self._lock:
-            if key in self._begun:
+            if key in self._keys_in_progress:
                 return False
-            self._begun.add(key)
+            self._keys_in_progress.add(key)
             return True
 
     def end(self, key: bytes) -> None:
         """Note that a job no longer computes an answer, because it is done or has given up."""
         with self._lock:
-            self._begun.discard(key)
+            self._keys_in_progress.discard(key)
 
 
 def _size(answer: Answer) -> int:

@@ -51,7 +51,8 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
 
     kind, _ = _kind_and_rule(question["check"])
-    if kind in ("function", "tool") and _version(check) != hash_of(_files(check)):
+    has_files = kind in ("function", "tool")
+    if has_files and _version(check) != hash_of(_files(check)):
         return {"is_stale": True}
     if "version" in question:
         return {"version": _version(check)}
@@ -130,7 +131,7 @@ def _compiled(text: str) -> Check:
 
 
 def _pattern(pattern: str) -> Check:
-    """Make the check that a whole text matches a pattern. Raises Unusable."""
+    """Make a check that accepts a text if the whole text matches a pattern. Raises Unusable."""
     try:
         expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -167,7 +168,7 @@ def _function(dotted: str) -> Check:
 
 
 def _schema(schema: dict[str, Any]) -> Check:
-    """Make the check that a text is JSON and follows a schema. Raises Unusable."""
+    """Make a check that accepts a text if it is JSON and follows a schema. Raises Unusable."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.exceptions import best_match
     from jsonschema.validators import validator_for

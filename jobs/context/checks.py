@@ -41,7 +41,7 @@ class RepairOptions:
     """How answers are checked, and when a prompt is asked again.
 
     check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
-    max_attempts: how often a prompt is asked at most, the first time included.
+    max_attempts: the most times that a prompt is asked, including the first time.
     continue_on_length: whether an answer that ended with "length" is continued.
     repair_template: the text that asks for another answer; None for CHAT_REPAIR or PROMPT_REPAIR.
     """
@@ -78,10 +78,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Return the keyword arguments that are not about repairs, and the RepairOptions made from the others.
-
-    Raises InvalidJob.
-    """
+    """Split keyword arguments into those that are not about repairs, and RepairOptions. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {}
     for name, parse in PARSERS.items():
@@ -178,7 +175,7 @@ class Checks:
             )
 
     def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Have a child compile a check, and return the child's reply. Raises InvalidJob if the check can never work.
+        """Have a child process compile a check, and return its reply. Raises InvalidJob if the check can never work.
 
         This may take long, because the child imports the check's function.
         question: further fields of the question to the child, such as the one that asks for the function's version.
@@ -218,7 +215,7 @@ class Checks:
         return outcome
 
     def _ask(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
-        """Have a child compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
+        """Have a child process compile a check and answer a question with it. Raises InvalidJob or ChildFailed."""
         reply = self._pool.call(lambda child: self._reply(child, options, question))
         # A reply is stale if the child imported the function before the function's files changed. `_reply` has then
         # closed the child, so the next call gets another one.
@@ -233,7 +230,7 @@ class Checks:
     ) -> dict[str, Any]:
         """Return a child's reply to a question about a check. Closes the child if its reply is stale (see `_ask`).
 
-        A child that has not compiled the check yet is first asked to do so, with a time limit of its own.
+        A child that has not compiled the check yet must first compile it, within a separate time limit.
         """
         compile_question = {"check": options.check_text}
         reply: dict[str, Any] = {}

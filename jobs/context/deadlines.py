@@ -47,7 +47,7 @@ def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
 
 
 def _moment(text: str, now: float) -> float | None:
-    """Read a duration from now, or a time with its offset. Return its Unix seconds, or None for any other text."""
+    """Read a duration from now, or a time with its offset. Return Unix seconds, or None for any other text."""
     duration = _DURATION.fullmatch(text)
     if duration:
         return now + int(duration["count"]) * _UNIT_S[duration["unit"]]

@@ -15,7 +15,7 @@ from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journa
 MAX_BYTES = 256 << 10
 
 
-def short_name(owner: str) -> str:
+def hash_of_owner(owner: str) -> str:
     """Return a hash of a journal's owner. Sent tokens are stored with this hash. owner: see JobJournal."""
     return blake2b(owner.encode(), digest_size=8).hexdigest()
 
@@ -49,7 +49,7 @@ class JobJournal:
     @property
     def owner_digest(self) -> str:
         """Return the hash of the journal's owner."""
-        return short_name(self.owner)
+        return hash_of_owner(self.owner)
 
     def read(self) -> list[Any]:
         """Return the prompts' records as they were written; [] if the journal is damaged or has another owner."""

@@ -1,4 +1,4 @@
-"""Finds the files that a user's module imports from its own package, so that all of them are hashed."""
+"""Finds and hashes the files that a user's module imports from its own package."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def own_files(module: str, path: Path) -> list[Path]:
     """Return a module's file, and all files that the module imports from its own package, directly or not.
 
     A module without a package may import modules from its folder. The files of these modules are returned too, unless
-    the module is installed. Files of other packages are not returned. Only import statements are followed, wherever
+    `module` is installed. Files of other packages are not returned. Only import statements are followed, wherever
     they stand in a file.
     """
     *packages, _ = module.split(".")

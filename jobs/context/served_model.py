@@ -66,8 +66,8 @@ class ServedModel(PinnedModel):
     the checkpoint's prompts that may stand before a text to embed.
     classes: the labels of the sequence-classification head; empty without such a head.
     control_tokens: the texts of tokens that begin or end turns. A value in a prompt must not become such a token.
-    clock_formats: the strftime formats in which the chat template writes the time; None if they are not known
-    beforehand.
+    clock_formats: the strftime formats in which the chat template writes the time; None if the template computes them,
+    or writes something random.
     """
 
     attention_backend: str = ""

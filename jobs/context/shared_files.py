@@ -80,7 +80,8 @@ class SharedFiles:
         """Note that a shard is closed. The last shard of a file closes the file's readers."""
         with self._lock:
             self._open_shards[path] -= 1
-            self._open_shards += Counter()  # drops files without open shards
+            if self._open_shards[path] == 0:
+                del self._open_shards[path]
         self.close_idle(self._open_shards)
 
     def close_idle(self, paths_to_keep: Container[Hashable] = ()) -> None:
@@ -136,7 +137,7 @@ class SharedFiles:
             return nearest.reader
 
     def _open(self, open_reader: Callable[[], R]) -> R:
-        """Open a reader, after closing an idle one if MAX_READERS are open. Raises NoRoomYet if none is idle."""
+        """Open a reader. If MAX_READERS are open, close an idle one first, or raise NoRoomYet if no reader is idle."""
         with self._lock:
             replaced = None
             if self.num_readers >= MAX_READERS:
@@ -162,8 +163,8 @@ class SharedFiles:
 
 #: The default limit of ShardBytes. It is enough for 250,000 prompts of 1 KB.
 DEFAULT_BYTES = 256 << 20
-#: No further shard begins once the open shards hold 1 / BEGIN_SHARE of the limit. The open shards may use the rest.
-BEGIN_SHARE = 2
+#: No further shard begins once the open shards hold 1 / BEGIN_DIVISOR of the limit. The open shards may use the rest.
+BEGIN_DIVISOR = 2
 
 
 class ShardBytes:
@@ -180,7 +181,8 @@ class ShardBytes:
 
     def check_room(self) -> None:
         """Raise NoRoomYet if the open shards hold so many bytes that no further shard may begin."""
-        if self.held >= self.limit // BEGIN_SHARE:
+        begin_limit = self.limit // BEGIN_DIVISOR
+        if self.held >= begin_limit:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, already_held: int = 0) -> None:

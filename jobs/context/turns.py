@@ -1,6 +1,7 @@
 """Locks by key. The thread that holds the lock of a key has the turn at that key.
 
-A thread that waits for a turn does nothing meanwhile. It still counts as alive if the thread with the turn does.
+A thread that waits for a turn does nothing meanwhile. It counts as alive as long as the thread that has the turn counts
+as alive.
 """
 
 import threading
@@ -47,7 +48,7 @@ class Turns:
     def at(self, key: Hashable) -> Iterator[None]:
         """Wait for the lock of a key, and hold the lock during the `with`.
 
-        If the current call is interrupted meanwhile, this raises the error that interrupts it.
+        Raises the error that interrupts the current call, if the call is interrupted while it waits.
         """
         call = self._current_call()
         with self._lock:

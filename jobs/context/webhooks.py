@@ -61,9 +61,9 @@ def call_webhook(
     sock = _connect(addresses)
     sock.settimeout(DEADLINE_S)  # limits a single read; the timer limits the whole call
     # TLS takes over `sock`, so the timer needs a copy to shut the connection down.
-    copy = sock.dup()
+    sock_copy = sock.dup()
     seconds_left = deadline - time.monotonic()
-    timer = threading.Timer(seconds_left, _shut_down, [copy])
+    timer = threading.Timer(seconds_left, _shut_down, [sock_copy])
     timer.start()
     try:
         status = _send(sock, parts, method, headers or {}, body)
@@ -73,7 +73,7 @@ def call_webhook(
         # Otherwise the timer has caused the error, and TimeoutError is raised below.
     finally:
         timer.cancel()
-        copy.close()
+        sock_copy.close()
         sock.close()
     if time.monotonic() >= deadline:
         raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
@@ -134,7 +134,7 @@ def _split_url(url: Any) -> SplitResult | None:
         return None
     try:
         parts = urlsplit(url)
-        port = parts.port
+        port = parts.port  # raises ValueError for a port that is no number up to 65535
     except ValueError:
         return None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:

@@ -194,7 +194,7 @@ def splits_control_tokens(values: Mapping[str, Any]) -> bool:
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
     """Raise InvalidJob if a job would have more than MAX_CHOICES answers. Each prompt has `n` answers."""
     n = sampling.get("n", 1)
-    if isinstance(n, int):
+    if isinstance(n, int):  # the engine refuses any other n
         problem = f"the job's {num_prompts} prompts ask for {{}} answers"
         check_limit(num_prompts * n, MAX_CHOICES, problem, "split it, or score a Parquet file")
 

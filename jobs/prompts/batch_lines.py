@@ -92,9 +92,9 @@ def line_task(
     if drops is not None:
         body, left_out = without_unsupported(url, body, drops.is_sampling_value)
         drops.left_out += left_out
-    make_task, required = _ENDPOINTS[url]
-    if required not in body:
-        raise InvalidJob(f"body has no {required!r}, which {url} needs")
+    make_task, required_name = _ENDPOINTS[url]
+    if required_name not in body:
+        raise InvalidJob(f"body has no {required_name!r}, which {url} needs")
     has_seed = make_task is not embed_task  # for an embedding, nothing is drawn at random
     if has_seed and body.get("seed") is None:
         body = {**body, "seed": seed}
@@ -161,7 +161,9 @@ def without_unsupported(
     messages = supported.get("messages")
     if url == CHATS and isinstance(messages, list):
         keys_left_out: dict[str, None] = {}  # a set that keeps the order
-        supported["messages"] = [_without_keys(message, keys_left_out) for message in messages]
+        supported["messages"] = [
+            _without_unknown_keys(message, keys_left_out) for message in messages
+        ]
         left_out += [f"messages[].{key}" for key in keys_left_out]
     return supported, left_out
 
@@ -182,7 +184,7 @@ def _is_supported(
     return is_sampling_value(name)
 
 
-def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
+def _without_unknown_keys(message: Any, left_out: dict[str, None]) -> Any:
     """Return a message without unknown keys. left_out: a dict to which the names of these keys are added."""
     if not isinstance(message, dict):
         return message
@@ -196,7 +198,7 @@ def _without_keys(message: Any, left_out: dict[str, None]) -> Any:
 
 
 def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that makes the body of a line's response from the result of its task.
+    """Return a function that makes the body of a line's response from the result of the line's task.
 
     The function keeps no prompt in memory, because many lines wait for their answers at the same time.
     """
@@ -229,7 +231,7 @@ def failure_text(error: JobsError) -> str:
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
-    """Return a line of the output, or of the errors.
+    """Return a line of the output file, or of the error file if there is an error.
 
     row: the line's number in the run, from 0. name: the line's custom_id.
     body: the body of the response as JSON; None if there is an error.

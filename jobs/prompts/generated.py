@@ -103,11 +103,11 @@ def merged(
 def generated(
     request: Request, repairs: RepairOptions, row: Any = None, control_tokens: Collection[str] = ()
 ) -> Item[PromptAnswer]:
-    """Return the item that asks a prompt for its completions.
+    """Return the Item that asks a prompt for its completions. An Item is a generator of requests and checks.
 
     row: what a check function gets beside the answer.
     control_tokens: the model's control tokens. They are read as plain text in an answer or a reason that is added to a
-    text prompt; see with_breaks. In chats, the engine sees to this.
+    text prompt; see with_breaks. In chats, the engine makes them plain text.
     """
     if repairs.may_ask_again:
         return _asked_until_accepted(request, repairs, row, control_tokens)
@@ -115,7 +115,7 @@ def generated(
 
 
 def _answer_of_samples(item: Item[Samples]) -> Item[PromptAnswer]:
-    """Return an item whose answer has the samples of another item."""
+    """Return an Item whose answer has the samples that another Item returns."""
     samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
@@ -123,7 +123,7 @@ def _answer_of_samples(item: Item[Samples]) -> Item[PromptAnswer]:
 def _asked_until_accepted(
     request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]
 ) -> Item[PromptAnswer]:
-    """Return the item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
+    """Return the Item that asks until an answer is accepted, or no attempts are left; see RepairOptions."""
     tally = _Tally()
     # The first request, without the sampling values that only a first request may have.
     original = replace(request, sampling=_later_sampling(request))
@@ -135,7 +135,7 @@ def _asked_until_accepted(
     for attempt in range(1, repairs.max_attempts + 1):
         [[completion]] = yield [sent]  # one request with one sample
         if problem is not None and not sent.continued and _is_refused(completion):
-            # The earlier answers that this prompt repeats make it longer than the model's length. So they are left out.
+            # The prompt repeats earlier answers, and is longer than the model allows. So these answers are left out.
             # The refused request does not count as an attempt.
             prompt = _without_answers(original, repairs, problem, attempt, control_tokens)
             sent = prompt
@@ -163,7 +163,7 @@ def _asked_until_accepted(
         if _had_no_room(completion, prompt):
             prompt = _without_answers(original, repairs, problem, attempt + 1, control_tokens)
         else:
-            prompt = replace(prompt, sampling=_sampling_of(original, attempt + 1))
+            prompt = replace(prompt, sampling=_sampling_of_attempt(original, attempt + 1))
             prompt = _repaired(prompt, repairs, problem, control_tokens, answer=completion.text)
         sent = prompt
     return PromptAnswer([tally.as_sample()], [tally.num_generated], attempt, problem)
@@ -192,8 +192,8 @@ class _Tally:
         self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
         self._num_cached_tokens += completion.num_cached_tokens
         if completion.finish_reason == "error":
-            # The previous answer stays. If this attempt did not continue that answer, a check has refused it before.
-            # The answer is then returned with an error that says that this attempt failed.
+            # The previous answer stays. If this attempt did not continue that answer, a check has refused that
+            # answer before. The answer is then returned with an error that says that this attempt failed.
             if self.answer is not None and not continued:
                 reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
@@ -225,7 +225,8 @@ class _Tally:
 
 def _is_refused(completion: Completion) -> bool:
     """Whether the engine refused a request before it ran, for example because the prompt is too long."""
-    return completion.finish_reason == "error" and not completion.num_prompt_tokens
+    has_run = completion.num_prompt_tokens > 0
+    return completion.finish_reason == "error" and not has_run
 
 
 def _had_no_room(completion: Completion, request: Request) -> bool:
@@ -235,8 +236,8 @@ def _had_no_room(completion: Completion, request: Request) -> bool:
     return is_cut and type(limit) is int and len(completion.token_ids) < limit
 
 
-def _sampling_of(original: Request, attempt: int) -> dict[str, Any]:
-    """Return the sampling values of a later attempt. Its seed follows from the seed of the first attempt.
+def _sampling_of_attempt(original: Request, attempt: int) -> dict[str, Any]:
+    """Return the sampling values of a later attempt. Its seed is computed from the seed of the first attempt.
 
     original: the first attempt's request, without the sampling values that only a first request may have.
     """
@@ -269,9 +270,10 @@ def _without_answers(
 ) -> Request:
     """Return a later attempt's request. It leaves out the earlier answers, for which there is no room.
 
-    Only the reason follows the original prompt. original: see `_sampling_of`. reason: why the last answer is not valid.
+    Only the reason follows the original prompt.
+    original: see `_sampling_of_attempt`. reason: why the last answer is not valid.
     """
-    request = replace(original, sampling=_sampling_of(original, attempt))
+    request = replace(original, sampling=_sampling_of_attempt(original, attempt))
     if request.messages is None:
         return _repaired(request, repairs, reason, control_tokens)
     # Chat templates want users and assistants to take turns. So the reason is added to the user's last message.
@@ -352,7 +354,7 @@ def check_repairs(
 
 
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sampling values with another seed, which follows from their seed and `name`.
+    """Return sampling values with a new seed, which is computed from the old seed and `name`.
 
     Values without a seed are returned as they are.
     """
@@ -362,6 +364,6 @@ def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def hashed_seed(text: str) -> int:
-    """Return a seed that follows from a text, from 0 to 2**63 - 1."""
+    """Return a seed that is computed from a text: a number from 0 to 2**63 - 1."""
     digest = blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # 63 of the 64 bits

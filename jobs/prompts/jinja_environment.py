@@ -71,11 +71,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             undefined=jinja2.StrictUndefined,
             # With `pass_context`, Jinja calls this only while it renders, and not for constants while it compiles.
             finalize=jinja2.pass_context(lambda context, value: _value_text(value)),
-            # Constants are computed for each row as well, so that a mistake in one fails its row, and not the run.
+            # Constants are computed anew for each row. So a mistake in a constant fails the row, and not the run.
             optimized=False,
             keep_trailing_newline=True,
         )
-        del self.filters[_RANDOM_FILTER], self.globals[_RANDOM_GLOBAL]
+        del self.filters[_RANDOM_FILTER]
+        del self.globals[_RANDOM_GLOBAL]
         self.filters |= {"join": self._join, "string": _value_text, "tojson": to_json}
 
     def joined(self, separator: str, items: Iterable[Any]) -> str:
@@ -99,7 +100,7 @@ class _Environment(ImmutableSandboxedEnvironment):
                     f"the template, line {refused_tag.lineno}: {kind} reads other templates, and there are none"
                 )
             tracker = meta.TrackingCodeGenerator(self)
-            # An optimizer would compute constants here, and a mistake in one would fail the run; see `optimized`.
+            # An optimizer would compute constants here, so a mistake in a constant would fail the run; see `optimized`.
             tracker.optimizer = None
             tracker.visit(tree)
             return self.from_string(tree), frozenset(tracker.undeclared_identifiers)
@@ -148,7 +149,7 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
 def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
     """Reply with the rendered texts of a template, or with its problem.
 
-    If the question has no values, reply with the names of the template's variables instead.
+    If the worker's question has no values, reply with the names of the template's variables instead.
     """
     texts = worker.question["texts"]
     reply: dict[str, Any]

@@ -45,7 +45,7 @@ def normal_messages(messages: object, *, drops_keys: bool = False) -> list[dict[
 
 
 def _message(message: object, number: int, drops_keys: bool) -> dict[str, Any]:
-    """Return one message of `normal_messages`. number: the message's index, for errors."""
+    """Return one message in the form that `normal_messages` returns. number: the message's index, for errors."""
     if not isinstance(message, dict) or "role" not in message:
         raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
     fields = {}

@@ -66,27 +66,27 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     The error's text begins with the name of the wrong argument.
     """
     _check_arguments(body)
-    chat: dict[str, Any] = {"messages": _messages(body)}
+    arguments: dict[str, Any] = {"messages": _messages(body)}
     for name in _SAME:
         if body.get(name) is not None:
-            chat[name] = body[name]
+            arguments[name] = body[name]
     if body.get("max_output_tokens") is not None:
-        chat["max_tokens"] = body["max_output_tokens"]
+        arguments["max_tokens"] = body["max_output_tokens"]
     reasoning = body.get("reasoning") or {}
     if reasoning.get("effort") is not None:
-        chat["reasoning_effort"] = reasoning["effort"]
+        arguments["reasoning_effort"] = reasoning["effort"]
 
     response_format = _format(body.get("text"))
     if response_format is not None:
-        chat["response_format"] = response_format
+        arguments["response_format"] = response_format
     if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+        arguments["tools"] = [_tool(tool) for tool in body["tools"]]
     choice = body.get("tool_choice")
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     if choice is not None and body.get("tools"):  # without tools, there is nothing to choose
-        chat["tool_choice"] = choice
-    return chat
+        arguments["tool_choice"] = choice
+    return arguments
 
 
 def _check_arguments(body: Mapping[str, Any]) -> None:

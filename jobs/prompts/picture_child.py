@@ -20,18 +20,20 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
     """Reply with the size of a picture and its pixels as RGB, or with why it cannot be decoded.
 
-    The picture's file is the body of the question. The question has `max_pixels`.
+    worker: sends a question with `max_pixels`, and the picture's file as the question's body.
     """
     try:
-        decoded = _decoded(worker.body, worker.question["max_pixels"])
-    except MemoryError:  # the limit of the task is to blame, and not the file
+        picture_or_problem = _decoded(worker.body, worker.question["max_pixels"])
+    except MemoryError:  # the child's memory limit is to blame, and not the file
         raise
     except Exception as error:  # noqa: BLE001  # a broken file may raise any error
-        decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
-    if isinstance(decoded, str):
-        yield {"problem": decoded}, b""
+        picture_or_problem = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
+
+    if isinstance(picture_or_problem, str):
+        yield {"problem": picture_or_problem}, b""
     else:
-        yield {"width": decoded.width, "height": decoded.height}, decoded.tobytes()
+        picture = picture_or_problem
+        yield {"width": picture.width, "height": picture.height}, picture.tobytes()
 
 
 def _decoded(file: bytearray, max_pixels: int) -> Image.Image | str:

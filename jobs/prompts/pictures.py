@@ -59,12 +59,13 @@ def picture_of(url: str, name: str) -> Picture:
 def map_pictures(value: Parts, replacement: Callable[[Any], Any]) -> Parts:
     """Return a copy of messages or parts in which `replacement(picture)` takes the place of each picture, in order."""
     copies = []
-    for part in value:
-        if part.get("type") == "image":
-            part = {**part, "image": replacement(part["image"])}
-        elif isinstance(part.get("content"), list):
-            part = {**part, "content": map_pictures(part["content"], replacement)}
-        copies.append(part)
+    for item in value:
+        copy = item
+        if item.get("type") == "image":
+            copy = {**item, "image": replacement(item["image"])}
+        elif isinstance(item.get("content"), list):
+            copy = {**item, "content": map_pictures(item["content"], replacement)}
+        copies.append(copy)
     return copies
 
 
@@ -120,7 +121,7 @@ class DecodedPicture(NamedTuple):
 
 
 def decode(file: bytes, name: str, max_pixels: int) -> DecodedPicture:
-    """Have a child decode a picture. Raises InvalidJob. name: the picture's name in errors."""
+    """Have a child process decode a picture. Raises InvalidJob. name: the picture's name in errors."""
     question = {"max_pixels": max_pixels}
     try:
         reply, rgb = DECODERS.call(

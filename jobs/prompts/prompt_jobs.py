@@ -80,28 +80,28 @@ def _checked_way(
     return way
 
 
-def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
+def asked_task(make: Callable[[str, Any], Task], *, tokens_are_text: bool, **sources: Any) -> Task:
     """Return the task for the argument that says what to ask. Raises InvalidJob unless exactly one argument says it.
 
     make: called with "prompt" or "messages" and its value; returns the task. If a template is given instead, the value
     is made from the template.
-    values_are_text: whether control tokens in the answers that fill in a template are read as plain text.
+    tokens_are_text: whether control tokens in the answers that fill in a template are read as plain text.
     sources: the possible arguments by name; None for an argument that is not given.
     """
-    names = [name for name, value in sources.items() if value is not None]
-    if not names:
+    given_names = [name for name, value in sources.items() if value is not None]
+    if not given_names:
         name = next(iter(sources))
         raise InvalidJob(
             f"{name} is missing: give it, or {name}_template, which makes it from the answers of other jobs"
         )
-    if len(names) > 1:
-        raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
-    [name] = names
+    if len(given_names) > 1:
+        raise InvalidJob(f"{' and '.join(given_names)} each say what to ask: give one of them")
+    [name] = given_names
     if not name.endswith("_template"):
         return make(name, sources[name])
-    name_of_filled = name.removesuffix("_template")
+    filled_name = name.removesuffix("_template")
     return templated_task(
-        name, sources[name], partial(make, name_of_filled), values_are_text=values_are_text
+        name, sources[name], partial(make, filled_name), tokens_are_text=tokens_are_text
     )
 
 
@@ -112,16 +112,16 @@ def complete_task(
     model_name = parse_model(model)
     arguments, repairs, way_options = _split_options(options)
     refuse_chat_options(arguments)
-    values_are_text = splits_control_tokens(arguments)
-    arguments.pop(SPLIT_TOKENS, None)
-    values, response_options = completion_options(arguments)
-    check_repairs(repairs, values, prompt_only=response_options.prompt_only)
-    way = _checked_way(way_options, values, repairs, tools=[])
+    tokens_are_text = splits_control_tokens(arguments)
+    arguments.pop(SPLIT_TOKENS, None)  # the engine does not know this option
+    sampling, response_options = completion_options(arguments)
+    check_repairs(repairs, sampling, prompt_only=response_options.prompt_only)
+    way = _checked_way(way_options, sampling, repairs, tools=[])
 
     def task(_: str, value: object) -> PromptTask:
         """Return the task for prompts that stand in the job, or that were made from a template."""
         prompts = parse_prompts(value)
-        check_choices(len(prompts), values)
+        check_choices(len(prompts), sampling)
         has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
         if repairs.check is not None and has_token_ids:
             raise InvalidJob(
@@ -133,19 +133,19 @@ def complete_task(
             if isinstance(prompt, Unusable):
                 requests.append(prompt)
             else:
-                requests.append(Request(prompt=prompt, messages=None, sampling=values))
+                requests.append(Request(prompt=prompt, messages=None, sampling=sampling))
         return PromptTask(
             _seeded(requests),
             partial(text_completion, options=response_options),
             model_name,
-            values,
+            sampling,
             repairs,
-            values_are_text=values_are_text,
+            tokens_are_text=tokens_are_text,
             way=way,
         )
 
     return asked_task(
-        task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template
+        task, tokens_are_text=tokens_are_text, prompt=prompt, prompt_template=prompt_template
     )
 
 
@@ -159,21 +159,23 @@ def chat_task(
     """Return the task of `jobs.chat`. Raises InvalidJob."""
     model_name = parse_model(model)
     arguments, repairs, way_options = _split_options(options)
-    arguments, chat = split_chat_options(arguments)
-    values, response_options = chat_response_options(arguments)
-    check_repairs(repairs, values, has_tools="tools" in chat)
-    way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
+    arguments, chat_options = split_chat_options(arguments)
+    sampling, response_options = chat_response_options(arguments)
+    check_repairs(repairs, sampling, has_tools="tools" in chat_options)
+    way = _checked_way(way_options, sampling, repairs, tools=chat_options.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
         """Return the task for a chat whose pictures are loaded."""
-        request = Request(prompt=None, messages=messages, sampling=values, chat_options=chat)
+        request = Request(
+            prompt=None, messages=messages, sampling=sampling, chat_options=chat_options
+        )
         respond = partial(chat_completion, options=response_options)
-        return PromptTask([request], respond, model_name, values, repairs, way=way)
+        return PromptTask([request], respond, model_name, sampling, repairs, way=way)
 
     def parsed(_: str, value: object) -> Task:
         """Return the task for messages that stand in the job, or that were made from a template."""
         return pictured_task(normal_messages(value), task)
 
     return asked_task(
-        parsed, values_are_text=True, messages=messages, messages_template=messages_template
+        parsed, tokens_are_text=True, messages=messages, messages_template=messages_template
     )

@@ -54,7 +54,7 @@ class PromptTask(Task):
 
     respond: makes the result. model: the model that the job asks for; None for any model.
     sampling: the sampling values of all requests. repairs: how answers are checked.
-    values_are_text: whether control tokens in an earlier answer are read as plain text when the prompt is asked again.
+    tokens_are_text: whether control tokens in an earlier answer are read as plain text when the prompt is asked again.
     way: how each prompt gets its answer from several requests; None without such a way.
     """
 
@@ -64,7 +64,7 @@ class PromptTask(Task):
     sampling: Mapping[str, Any] = field(default_factory=dict)
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
-    values_are_text: bool = True
+    tokens_are_text: bool = True
     way: Way | None = None
 
     def made(self, context: JobContext) -> "PromptTask":
@@ -121,31 +121,36 @@ class PromptTask(Task):
     @property
     def has_checks(self) -> bool:
         """Whether a child process looks at answers."""
-        return self.repairs.check is not None or (self.way is not None and self.way.has_checks)
+        way_has_checks = self.way is not None and self.way.has_checks
+        return self.repairs.check is not None or way_has_checks
 
     def item(
         self, prompt: Request | Unusable, control_tokens: Collection[str] = ()
     ) -> Item[PromptAnswer]:
-        """Return the item of one prompt. control_tokens: the model's control tokens."""
+        """Return the Item of one prompt: a generator of the prompt's requests and checks.
+
+        control_tokens: the texts of the model's control tokens.
+        """
         if isinstance(prompt, Unusable):
             return _answered_item(failed(prompt.reason, self.num_samples))
         if self.way is not None:
             return self.way.item(prompt)
         row: dict[str, Any] = {}  # what a check function gets beside the answer
-        if self.repairs.may_ask_again and prompt.messages is not None:
-            row = {"messages": without_pictures(prompt.messages)}
-        elif self.repairs.may_ask_again:
-            row = {"prompt": without_breaks(prompt.prompt)}
+        if self.repairs.may_ask_again:
+            if prompt.messages is not None:
+                row = {"messages": without_pictures(prompt.messages)}
+            else:
+                row = {"prompt": without_breaks(prompt.prompt)}
         # A later attempt's prompt may repeat an answer. The answer's control tokens are then read as plain text, if the
         # job has not turned this off.
-        tokens_read_as_text = control_tokens if self.values_are_text else ()
+        tokens_read_as_text = control_tokens if self.tokens_are_text else ()
         return generated(prompt, self.repairs, row, tokens_read_as_text)
 
     @property
     def num_samples(self) -> int:
         """Return how many samples each prompt gets."""
         n = self.sampling.get("n", 1)
-        return n if isinstance(n, int) else 1
+        return n if isinstance(n, int) else 1  # the engine refuses an n that is no number
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response, with the error of each prompt that failed. Raises RequestFailed if all failed."""
@@ -170,7 +175,7 @@ class PromptTask(Task):
         return {**head, **content}
 
     def _failed_as_a_whole(self, answer: PromptAnswer) -> PromptAnswer:
-        """Return the answer to a prompt. If one sample has failed, all samples of the returned answer have failed.
+        """Return an answer. If one of its samples has failed, return an answer whose samples have all failed.
 
         If the job checks or continues answers, an answer has only one sample, and is returned unchanged.
         """
@@ -181,7 +186,7 @@ class PromptTask(Task):
 
 
 def _answered_item(answer: PromptAnswer) -> Item[PromptAnswer]:
-    """Return an item that asks nothing and returns this answer."""
+    """Return an Item that asks nothing and returns this answer."""
     yield from ()  # makes this function a generator
     return answer
 
@@ -265,9 +270,9 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def _with_sent_tokens(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Return an earlier execution's progress, with all tokens that a client has received already.
+        """Return an earlier execution's progress, with all tokens that a client of the job has received already.
 
-        A client that follows the job received these tokens. The answer must go on after them.
+        The answer must go on after these tokens.
         progress_of: how far the earlier execution came, by the prompts' indices.
         """
         journal = self._context.journal
@@ -356,7 +361,7 @@ class OpenPrompts(ItemsTask):
 
 
 def _served_text(context: JobContext) -> str:
-    """Return the names of the model and adapters that a job may ask for here, for an error."""
+    """Return the names of the model and adapters that a job may ask for, as an error lists them."""
     model = repr(context.model.name)
     adapters = context.adapters.names_text
     return f"{model}, and adapters {adapters}" if adapters else model

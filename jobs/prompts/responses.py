@@ -42,9 +42,9 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
     """Return a completion's sampling values, and what its response shows. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name != "echo"}
     echo = values.get("echo") or False
-    num_top = values.get("logprobs")
     if not isinstance(echo, bool):
         raise wrong_value_error("echo", echo, "true or false")
+    num_top = values.get("logprobs")
     if num_top is None or num_top is False:  # no log probabilities are asked for
         sampling.pop("logprobs", None)
         num_top = None
@@ -52,6 +52,7 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
         raise wrong_value_error("logprobs", num_top, "a number of tokens")
     if not echo:
         return sampling, ResponseOptions(num_top=num_top)
+
     sampling["echo"] = True
     if num_top is not None:
         sampling["prompt_logprobs"] = num_top
@@ -126,7 +127,7 @@ def text_logprobs(
     if not prompt_only:
         answer_positions = sample.logprobs or ()
 
-    tokens: list[str] = []
+    shown_tokens: list[str] = []
     tokens_and_bytes: list[tuple[str, bytes | None]] = []  # for _text_offsets
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
@@ -135,18 +136,18 @@ def text_logprobs(
     all_positions = [*prompt_positions, *answer_positions]
     for token, position in zip(all_tokens, all_positions, strict=True):
         if position is None:  # this token has no log probability
-            tokens.append(token)
+            shown_tokens.append(token)
             tokens_and_bytes.append((token, None))
             logprobs.append(None)
             top_logprobs.append(None)
             continue
         entry = _token_entry(position)
-        tokens.append(text_token(entry))
+        shown_tokens.append(text_token(entry))
         tokens_and_bytes.append((token, entry.partial_bytes))
         logprobs.append(_json_logprob(entry))
         top_logprobs.append(_by_text(position))
     return {
-        "tokens": tokens,
+        "tokens": shown_tokens,
         "token_logprobs": logprobs,
         "top_logprobs": top_logprobs,
         "text_offset": _text_offsets(text, tokens_and_bytes),
@@ -164,9 +165,9 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
     offset = 0
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     for token, partial_bytes in tokens:
-        is_whole = partial_bytes is None and token != ""
-        if is_whole and text.startswith(INCOMPLETE + token, offset):
-            # The bytes before this token never became a whole character.
+        has_whole_characters = partial_bytes is None and token != ""
+        if has_whole_characters and text.startswith(INCOMPLETE + token, offset):
+            # The bytes of the tokens before this one made no whole character, so the text has INCOMPLETE instead.
             offset += len(INCOMPLETE)
             decoder.reset()
         offsets.append(offset)
@@ -214,7 +215,7 @@ def prompt_logprobs(positions: Sequence[TokenLogprobs | None]) -> list[dict[str,
 
 
 def _token_entry(position: TokenLogprobs) -> Logprob:
-    """Return the entry of the text's own token. A position holds it first, and then the likeliest tokens."""
+    """Return the entry of the token that is in the text. A position has this entry first, then the likeliest tokens."""
     return next(iter(position.values()))
 
 
@@ -359,7 +360,7 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 
 def usage(answers: Answers) -> dict[str, Any]:
-    """Return a response's numbers of tokens. As with OpenAI, a prompt counts once, even if it has several samples."""
+    """Return a response's token counts. A prompt counts once, even if it has several samples, as with OpenAI."""
     prompt_tokens = 0
     cached_tokens = 0
     completion_tokens = 0

@@ -69,7 +69,7 @@ def with_breaks(value: Any, control_tokens: Collection[str]) -> Any:
 
 
 class _TokenBreaker:
-    """Puts BREAK into the control tokens of a text.
+    """Puts BREAK into the control tokens of a text, so that the engine reads them as plain text.
 
     The beginning of a token at the text's end gets a BREAK too, because a following text could complete the token.
     texts: the texts of the control tokens.
@@ -152,13 +152,13 @@ class JinjaTexts:
         self.names = frozenset(reply["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
-        """Have a child render the templates with these values. Raises TemplateProblem."""
+        """Have a child process render the templates with these values. Raises TemplateProblem."""
         reply = _ask_child(texts=self.texts, values=values)
         return list(reply["texts"])
 
 
 def _ask_child(**question: Any) -> dict[str, Any]:
-    """Ask a child about templates, and return its reply. Raises TemplateProblem."""
+    """Ask a child process about templates, and return its reply. Raises TemplateProblem."""
     try:
         reply, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:

@@ -153,12 +153,12 @@ ARGUMENTS = ("prompt_template", "messages_template")
 
 
 def templated_task(
-    argument: str, template: Any, make: Callable[[Any], Task], *, values_are_text: bool
+    argument: str, template: Any, make: Callable[[Any], Task], *, tokens_are_text: bool
 ) -> Task:
     """Return a task that fills in the template when it is opened. Raises InvalidJob.
 
     argument: one of ARGUMENTS. make: called with the prompt or the messages; returns their task.
-    values_are_text: whether control tokens in answers are read as plain text.
+    tokens_are_text: whether control tokens in answers are read as plain text.
     """
     sources, roles = template_texts(template)
     is_chat = roles is not None
@@ -169,7 +169,7 @@ def templated_task(
         )
 
     def filled(context: JobContext) -> Task:
-        """Fill the answers into the template, and make the task of the result."""
+        """Fill the answers into the template, and make the task from the filled template."""
         jinja_texts = JinjaTexts(sources)
         unknown_names = sorted(jinja_texts.names - NAMES)
         if unknown_names:
@@ -179,8 +179,9 @@ def templated_task(
                 brief(unknown_names[0]),
             )
         values: Any = read_dependencies(context)
-        # With breaks, control tokens in answers are read as plain text. In chats, the engine puts the breaks in.
-        if values_are_text and roles is None:
+        # A break in a control token makes the engine read the token as plain text. In chats, the engine adds the breaks
+        # itself.
+        if tokens_are_text and roles is None:
             values = with_breaks(values, context.model.control_tokens)
         try:
             texts = jinja_texts.render(values)

@@ -59,18 +59,20 @@ def _take(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> int:
     with connection.pipeline() as pipe:
         for job_id in job_ids:
             pipe.lrem(queue_key, 1, job_id)
-        counts = pipe.execute()
+        removal_counts = pipe.execute()
 
     enqueued_at_of_taken: dict[str, Any] = {}
-    for job_id, enqueued_at, count in zip(job_ids, enqueueing_times, counts, strict=True):
-        if count:
+    for job_id, enqueued_at, num_removed in zip(
+        job_ids, enqueueing_times, removal_counts, strict=True
+    ):
+        if num_removed > 0:
             enqueued_at_of_taken[job_id] = enqueued_at
     if enqueued_at_of_taken:
         job_keys = map(rq_jobs.job_key, enqueued_at_of_taken)
         executions_keys = map(rq_jobs.executions_key, enqueued_at_of_taken)
         delete = partial(_delete_taken, connection, enqueued_at_of_taken)
         transact(connection, delete, *job_keys, *executions_keys)
-    return sum(counts)
+    return sum(removal_counts)
 
 
 def _delete_taken(connection: Redis, enqueued_at_of_taken: dict[str, Any], pipe: Pipeline) -> None:
@@ -109,7 +111,7 @@ def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list
 def _delete_failed(
     connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline
 ) -> list[str]:
-    """Delete the jobs that are failed, and return their ids. pipe: watches their hashes."""
+    """Delete those jobs that are failed, and return their ids. pipe: watches the jobs' hashes."""
     failed = rq_jobs.QueueKeys(queue).failed
     with connection.pipeline(transaction=False) as reads:
         for job_id in job_ids:
@@ -127,7 +129,7 @@ def _delete_failed(
         deleted.append(job_id)
         pipe.zrem(failed, job_id)
         status, group = fields if isinstance(fields, list) else (None, None)
-        # A status of CANCELLABLE means that the job was enqueued again under its id. Then only its failure is removed.
+        # A status in CANCELLABLE means that the job was enqueued again under its id. Then the job itself stays.
         if rq_jobs.job_status(status) not in CANCELLABLE:
             _delete(pipe, job_id)
         if group:

@@ -19,7 +19,7 @@ class QueueCounts:
     """How many jobs a queue has.
 
     counts: the number of jobs at each of PLACES, such as "waiting". due: the number of scheduled jobs that are due, but
-    not queued.
+    not queued yet.
     """
 
     name: str

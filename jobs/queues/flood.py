@@ -81,7 +81,7 @@ def read_producers(connection: Redis, queue: str) -> Producers:
     num_pages = min(MAX_READ // _PAGE, math.ceil(num_waiting / _PAGE))
     counts: Counter[str] = Counter()
     for page in range(num_pages):
-        # The pages lie evenly over the queue. In a queue longer than MAX_READ, the jobs between pages are not read.
+        # The pages are spread evenly over the queue. In a queue longer than MAX_READ, jobs between pages are not read.
         first = page * num_waiting // num_pages
         first_of_next_page = (page + 1) * num_waiting // num_pages
         last = min(first_of_next_page, first + _PAGE) - 1
@@ -97,8 +97,8 @@ def _producers(connection: Redis, job_ids: Sequence[str]) -> list[str]:
         for job_id in job_ids:
             pipe.hstrlen(rq_jobs.job_key(job_id), "meta")
         # A producer may have written a value of another type to a job's key. Then only that job counts as unnamed.
-        sizes: list[Any] = pipe.execute(raise_on_error=False)
-        readable_flags = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in sizes]
+        meta_sizes: list[Any] = pipe.execute(raise_on_error=False)
+        readable_flags = [type(size) is int and 0 < size <= _MAX_META_BYTES for size in meta_sizes]
         for job_id, is_readable in zip(job_ids, readable_flags, strict=True):
             if is_readable:
                 pipe.hget(rq_jobs.job_key(job_id), "meta")
@@ -132,6 +132,8 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
     """
     keys = rq_jobs.QueueKeys(queue)
     take = connection.register_script(_TAKE)
+    job_prefix = rq_jobs.job_key("")
+    executions_prefix = rq_jobs.executions_key("")
     length: Any = connection.llen(keys.waiting)
     num_passed = 0  # jobs of other producers, which stay at the queue's end
     num_cancelled = 0
@@ -145,14 +147,7 @@ def cancel_waiting(connection: Redis, queue: str, producer: str) -> int:
         job_ids = list(map(stored.text, entries))
         producer_of_each = _producers(connection, job_ids)
         # The arguments of the script: six values, and then the ids of the jobs to cancel.
-        args: list[Any] = [
-            first,
-            last,
-            rq_jobs.job_key(""),
-            rq_jobs.executions_key(""),
-            time.time(),
-            _KEPT_S,
-        ]
+        args: list[Any] = [first, last, job_prefix, executions_prefix, time.time(), _KEPT_S]
         for job_id, producer_of_job in zip(job_ids, producer_of_each, strict=True):
             if producer_of_job == producer:
                 args.append(job_id)

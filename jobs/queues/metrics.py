@@ -1,4 +1,4 @@
-"""Writes the metrics of queues and of Redis for Prometheus, also while no worker runs.
+"""Writes the metrics of queues and of Redis for Prometheus, even while no worker runs.
 
 The dashboard serves metrics only for the queues that its operator names. It does not use RQ's list of queues
 (`rq:queues`), because producers may write any name into it. A worker with a scheduler serves the metrics of its own
@@ -30,9 +30,9 @@ def job_family(jobs: Mapping[str, Mapping[str, int]]) -> Metric:
     return family
 
 
-def waiting_families(numbers: QueueNumbers) -> Iterator[Metric]:
+def queue_families(numbers: QueueNumbers) -> Iterator[Metric]:
     """Yield all metrics of queues and of Redis, except the metric of `job_family`."""
-    by_queue: Sequence[tuple[str, str, Mapping[str, float]]] = (
+    metrics_by_queue: Sequence[tuple[str, str, Mapping[str, float]]] = (
         (
             "tokenmill_jobs_due",
             "Scheduled jobs whose time has come and that no worker's scheduler has queued yet.",
@@ -49,7 +49,7 @@ def waiting_families(numbers: QueueNumbers) -> Iterator[Metric]:
             numbers.at_risk,
         ),
     )
-    for name, text, values in by_queue:
+    for name, text, values in metrics_by_queue:
         family = GaugeMetricFamily(name, text, labels=["queue"])
         for queue, value in values.items():
             family.add_metric([queue], value)
@@ -86,7 +86,7 @@ class QueueMetrics(Collector):
         self._queues = tuple(dict.fromkeys(queues))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all metrics as text, and its content type. accept: the request's Accept header. Raises RedisError."""
+        """Return all metrics as a text, and the text's content type. Raises RedisError. accept: the Accept header."""
         encode, content_type = choose_encoder(accept)
         return encode(self), content_type
 
@@ -94,4 +94,4 @@ class QueueMetrics(Collector):
         """Yield a metric family for each metric. Raises RedisError."""
         numbers = read_numbers(self._connection, self._queues)
         yield job_family(numbers.jobs)
-        yield from waiting_families(numbers)
+        yield from queue_families(numbers)

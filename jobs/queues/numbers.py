@@ -23,7 +23,8 @@ class QueueNumbers:
     """The numbers of some queues and of their Redis at one moment. All mappings are by queue.
 
     jobs: the number of jobs, by status. due: the number of scheduled jobs whose time has come, but that nobody has
-    queued. head_ages: see `head_ages`. at_risk: the number of runs that are not expected to end before their deadline.
+    queued yet. head_ages: see `head_ages`.
+    at_risk: the number of runs that are not expected to end before their deadline.
     redis: the state of Redis; None if Redis does not let this user ask for it.
     """
 

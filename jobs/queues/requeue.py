@@ -77,7 +77,7 @@ def requeue_all(connection: Redis, queue: str, limit: int, error: str = "") -> R
         num_left = limit - len(result.done) - len(result.missing)
         if num_left <= 0:
             break
-        # Jobs that were not put back stay at the beginning of Redis' list. The next page begins after them.
+        # Jobs that were not put back stay the first among the failed jobs. The next page begins after them.
         first = (
             len(result.cancelled)
             + len(result.missing)
@@ -89,12 +89,12 @@ def requeue_all(connection: Redis, queue: str, limit: int, error: str = "") -> R
         if not page:
             break
         job_ids = list(map(stored.text, page))
-        errors = _last_errors(connection, job_ids)
+        last_errors = _last_errors(connection, job_ids)
         if error:
-            to_requeue = [job_id for job_id in job_ids if error in error_line(errors[job_id])]
+            to_requeue = [job_id for job_id in job_ids if error in error_line(last_errors[job_id])]
             num_other_errors += len(job_ids) - len(to_requeue)
         else:
-            at_fault = [job_id for job_id in job_ids if fault_of(errors[job_id]) == "client"]
+            at_fault = [job_id for job_id in job_ids if fault_of(last_errors[job_id]) == "client"]
             result.client_at_fault += at_fault
             to_requeue = [job_id for job_id in job_ids if job_id not in at_fault]
         result.add(_requeue_chunk(connection, queue, to_requeue))
@@ -152,7 +152,7 @@ def _jobs_of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[st
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
-    """Requeue the jobs that are failed and have a payload, and return their ids. pipe: watches their hashes."""
+    """Requeue those jobs that are failed and have a payload. Return their ids. pipe: watches the jobs' hashes."""
     keys = rq_jobs.QueueKeys(queue)
     with connection.pipeline(transaction=False) as reads:
         reads.llen(keys.waiting)  # a key of another type raises here, and not amid the transaction

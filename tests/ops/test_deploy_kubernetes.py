@@ -13,7 +13,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from jobs.common.redis_info import RedisHealth
-from jobs.queues.metrics import job_family, waiting_families
+from jobs.queues.metrics import job_family, queue_families
 from jobs.queues.numbers import QueueNumbers
 from tests.ops.deployed import (
     DASHBOARD_SETTINGS,
@@ -232,5 +232,5 @@ def test_workers_are_scaled_by_every_lane_and_by_metrics_that_exist() -> None:
         if "--queue" in each
     ]
     assert counted == lanes, "or nobody counts them while there is no worker"
-    served = {family.name for family in (job_family({}), *waiting_families(NUMBERS))}
+    served = {family.name for family in (job_family({}), *queue_families(NUMBERS))}
     assert {name for query in queries for name in re.findall(r"\b(\w+)\{", query)} <= served

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jobs.common.display import safe_name
-from jobs.queues.metrics import job_family, waiting_families
+from jobs.queues.metrics import job_family, queue_families
 from worker.metrics.tally import Histogram, Tally
 
 _GAUGE = GaugeMetricFamily
@@ -88,7 +88,7 @@ class _WorkerCollector(Collector):
         yield job_family(self._counts.statistics.jobs_by_queue)
         numbers = self._counts.queue_numbers
         if numbers is not None:
-            yield from waiting_families(numbers)
+            yield from queue_families(numbers)
 
     def _worker_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics that say what the worker is."""

@@ -46,7 +46,7 @@ class Classes(Scoring):
         scores = completion.class_scores
         if scores is None:
             return unscored(completion)
-        if len(scores) == 1:
+        if len(scores) == 1:  # a head with one output gives only a score
             [score] = scores.values()
             return Scored({"score": score})
         label = max(scores, key=scores.__getitem__)

@@ -63,12 +63,16 @@ class Scoring(abc.ABC):
         options: the run's options; see RunSpec.
         """
 
-    def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return the request for a prompt. chat: the options of a chat, if the prompt is the messages of a chat."""
-        if chat is None:
+    def request(self, prompt: Any, chat_options: ChatOptions | None = None) -> Request | Unusable:
+        """Return the request for a prompt. chat_options: None unless the prompt is the messages of a chat."""
+        if chat_options is None:
             return Request(prompt=prompt, messages=None, sampling=self.values, kind=self.kind)
         return Request(
-            prompt=None, messages=prompt, sampling=self.values, chat_options=chat, kind=self.kind
+            prompt=None,
+            messages=prompt,
+            sampling=self.values,
+            chat_options=chat_options,
+            kind=self.kind,
         )
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:

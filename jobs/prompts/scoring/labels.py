@@ -77,7 +77,7 @@ class Labels(Scoring):
         """Return the scoring for these labels. Raises InvalidJob."""
         values = {
             "continuations": list(labels),
-            "score_end": "auto",
+            "score_end": "auto",  # for labels; see ScoringParams
             **truncation(truncate_prompt_tokens),
         }
         return cls(values, labels)
@@ -187,7 +187,7 @@ def classify_task(
 
     return asked_task(
         task,
-        values_are_text=splits_control_tokens(options),
+        tokens_are_text=splits_control_tokens(options),
         prompt=prompt,
         messages=messages,
         prompt_template=prompt_template,

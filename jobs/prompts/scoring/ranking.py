@@ -36,7 +36,7 @@ _YES_OR_NO = Labels.of(["yes", "no"])
 
 @dataclass(frozen=True)
 class Relevance(Scoring):
-    """Asks a cross-encoder for its score, and any other model for the probability of yes.
+    """Asks a cross-encoder for its score, and any other model for the probability of "yes".
 
     has_head: whether the model is a cross-encoder. instruction: describes the task in the prompt of other models.
     """
@@ -59,10 +59,10 @@ class Relevance(Scoring):
         """Raise InvalidJob if the model's head has several classes."""
         model.check_can_rank()
 
-    def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
+    def request(self, prompt: Any, chat_options: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt, which is a pair of a query and a document."""
         query, document = prompt
-        if self.has_head:
+        if self.has_head:  # a cross-encoder reads both texts as one pair
             return Request(
                 prompt=query, messages=None, sampling={"pair": document}, kind="classify"
             )
@@ -73,9 +73,9 @@ class Relevance(Scoring):
         return _YES_OR_NO.request(text)
 
     def scored(self, completion: Completion) -> Scored:
-        """Return the head's score, or the probability of yes."""
+        """Return the head's score, or the probability of "yes"."""
         if completion.class_scores is not None:
-            [score] = completion.class_scores.values()  # such a head has one class
+            [score] = completion.class_scores.values()  # a head that ranks has one class
             return Scored({"score": score})
         if completion.loglikelihoods is None:
             return unscored(completion)

@@ -24,7 +24,7 @@ DEFAULT_MAX_SAMPLES = 16
 
 @dataclass(frozen=True)
 class Agreement(Way):
-    """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
+    """Draws samples until the share `agree` of them gives one answer, or until no answer can reach this share.
 
     A sample that was cut, or has nothing to compare, agrees with no other sample. A failed sample is not counted.
     agree: the share of samples that must give one answer, above 0 and at most 1.
@@ -54,7 +54,7 @@ class Agreement(Way):
 
     @property
     def child_checks(self) -> Sequence[RepairOptions]:
-        """Return the check by which a child finds the part of a text to compare; () for whole texts."""
+        """Return the check by which a child process finds the part of a text to compare; () for whole texts."""
         if self.agree_on is None:
             return ()
         return (RepairOptions({AGREE_ON: self.agree_on}),)
@@ -69,7 +69,7 @@ class Agreement(Way):
             raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return the item of a prompt: it draws rounds of samples, until enough agree or no further sample can help."""
+        """Return the Item that draws rounds of samples, until enough agree or no further sample can help."""
         votes = Votes(self.agree, self.max_samples)
         rounds: list[Samples] = []
         while votes.are_open:
@@ -89,11 +89,12 @@ class Agreement(Way):
             [failed_samples] = rounds  # all samples of the first round have failed
             return PromptAnswer(samples=failed_samples[:1], num_generated=[0])
         extras = {"votes": votes.share, "samples": len(votes.samples)}
+        # Each round is one request, whose samples share one prefill.
         first_of_rounds = [samples[0] for samples in rounds]
         return merged(votes.winner, prefills=first_of_rounds, samples=votes.samples, extras=extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
-        """Return the part of a sample that is compared; None if the sample has nothing to compare."""
+        """Return the Item that finds the part of a sample to compare: None if the sample has nothing to compare."""
         if sample.finish_reason != "stop":
             return None
         if not self.child_checks:

@@ -1,4 +1,4 @@
-"""The table of all ways from a prompt to its answer that jobs and runs may ask for."""
+"""The table of all ways. A job or a run may ask for one of them; see Way."""
 
 from collections.abc import Mapping
 from typing import Any

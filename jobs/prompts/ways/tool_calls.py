@@ -44,7 +44,7 @@ class ChatAfterCalls:
 def after_calls(
     messages: Parts, answer: Completion, function_of: Mapping[str, str]
 ) -> Item[ChatAfterCalls]:
-    """Return the item that runs the tools that an answer calls, in order, and stops at a tool that fails.
+    """Return the Item that runs the tools that an answer calls, in order, and stops at a tool that fails.
 
     messages: the chat before the answer. function_of: the dotted names of functions, by the names of tools.
     """

@@ -74,7 +74,7 @@ class ToolUse(Way):
         return function_of
 
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return the item that asks a chat and runs the tools that an answer calls, until an answer calls no tool."""
+        """Return the Item that asks a chat and runs the tools that an answer calls, until an answer calls no tool."""
         messages = request.messages or []  # never empty, because only a chat has tools
         answers: list[Completion] = []
         error: str | None = None

@@ -30,11 +30,12 @@ class Votes:
 
     @property
     def are_open(self) -> bool:
-        """Whether the vote is open: too few samples agree so far, but enough may agree once more are drawn."""
+        """Whether the vote is open: too few samples agree so far, but further samples may change this."""
         if not self.samples:
             return True
         if self.num_left == 0 or self.share >= self.agree:
             return False
+        # The share that the commonest answer would have if all further samples gave it.
         highest_share = (len(self._commonest) + self.num_left) / self.max_samples
         return highest_share >= self.agree
 

@@ -29,7 +29,7 @@ class Way(abc.ABC):
     """A method by which several requests lead from a prompt to its answer.
 
     options: the way's arguments, by name. A job or a run that gives the first argument uses the way.
-    columns: the columns that the way adds to an answer beside the completion, with Arrow's names of their types.
+    columns: the columns that the way adds to an answer, each with Arrow's name of its type.
     """
 
     options: ClassVar[Mapping[str, WayOption]]
@@ -43,7 +43,7 @@ class Way(abc.ABC):
     @classmethod
     def main_option(cls) -> str:
         """Return the name of the argument that asks for the way."""
-        return next(iter(cls.options))
+        return next(iter(cls.options))  # the first one
 
     @abc.abstractmethod
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
@@ -51,7 +51,7 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return the item that asks a prompt in this way."""
+        """Return the Item that asks a prompt in this way. An Item is a generator of requests and checks."""
 
     @property
     def child_checks(self) -> Sequence[RepairOptions]:

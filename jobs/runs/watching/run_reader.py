@@ -15,7 +15,7 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import (
     LOADING,
     Worker,
-    are_held,
+    are_paused,
     are_suspended,
     listening_on,
     models_on,
@@ -288,7 +288,7 @@ class RunReader:
             queue_length=self.length,
             listened=_queues_of(living_workers),
             silent_workers=tuple(silent_workers),
-            is_held=are_held(listening_workers),
+            is_held=are_paused(listening_workers),
             is_suspended=are_suspended(workers),
             awaited_model=self._awaited_first_model(workers),
             awaited_adapters=self._awaited_adapters(workers),
