@@ -154,8 +154,8 @@ class Run:
             if deadline is not None:
                 left_s = deadline - clock()
                 if left_s <= 0:
-                    reason = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
-                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{reason}")
+                    outlook = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{outlook}")
                 seconds = min(seconds, left_s)
             sleep(seconds)
 
@@ -273,7 +273,7 @@ class Run:
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise the errors of planning that this machine can find. Checks that need pyarrow are left out without it."""
+    """Raise the errors of planning that this machine can find. Without pyarrow, some checks are left out."""
     spec.check_values(check_sampling)
 
     try:

@@ -271,7 +271,7 @@ class ShardTooLarge(InputError):
 
 class InputChanged(InputError):
     """{path} changed since this run was planned ({change}): restore the file, or submit into another folder with
-    --reuse and this run's folder, which computes only what is new; finished parts stay"""
+    --reuse and this run's folder, so that only new rows are computed; finished parts stay"""
 
 
 class ConvertedInputGone(InputError):

@@ -240,8 +240,8 @@ class OpenTask(abc.ABC):
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most tasks inspect nothing
         """Check the completions of request `index` before they are delivered. Raises JobsError to fail the job.
 
-        This method may be called in any thread, and for several requests at the same time. A call may take as long as a
-        check. The task keeps what a call finds for `deliver`, which may never be called.
+        This method may be called in any thread, and for several requests at the same time. A call takes as long as the
+        checks that it runs. The task keeps what a call finds for `deliver`, which may never be called.
         """
 
     @abc.abstractmethod

@@ -128,7 +128,7 @@ def start_log(
 
 
 def _write_json(worker_name: str, is_asked_for: bool) -> bool:
-    """Write the log as JSON from now on, if structlog is installed. Returns whether it is.
+    """Write the log as JSON from now on. Returns False, and leaves the log as text, if structlog is not installed.
 
     Raises SettingsError if JSON was asked for and structlog is missing.
     """

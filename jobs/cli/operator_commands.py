@@ -334,8 +334,8 @@ def requeue_command(
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
     if missing and is_all:
-        are = "is" if len(missing) == 1 else "are"
-        problems.append(f"{len(missing)} {are} listed as failed but gone: {_names(missing)}")
+        verb = "is" if len(missing) == 1 else "are"
+        problems.append(f"{len(missing)} {verb} listed as failed but gone: {_names(missing)}")
     elif missing:
         problems.append(f"not among the failed jobs of {safe_name(queue)}: {_names(missing)}")
     if problems and not is_all:

@@ -325,8 +325,10 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
     key_pattern: the pattern of the keys, if the command tests whether the user may use them; None for other commands.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
-        # Without a pattern, this tests the command and not its key. Other commands test the keys.
-        return None if key_pattern is None else f"~{key_pattern}"
+        if key_pattern is None:
+            # The command's key is only an example. Other commands test the keys.
+            return None
+        return f"~{key_pattern}"
     if " channel" in refusal:
         return f"&{RQ}:pubsub:*"
     if not refusal:

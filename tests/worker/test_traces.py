@@ -102,7 +102,12 @@ def sent(traces: OtelTraces, collector: Collector, meta: Any = META, **how: Any)
         told = RequestMetrics(at - 4, at - 3 + index, at - 2)
         trace.note_sample(Completion("r", index, [1, 2, 3], SECRET, "stop", 7, 4, metrics=told))
     trace.finished_at = now - 2
-    usual = {"outcome": "finished", "reason": "", "is_function": False, "function": "jobs.chat"}
+    usual = {
+        "outcome": "finished",
+        "reason": "",
+        "is_function": False,
+        "function_name": "jobs.chat",
+    }
     times = {"enqueued_at": now - 6, "began_at": now - 4, "ended_at": now - 1}
     usual |= {"job_id": "one", "queue": "prompts"}
     traces.note_end(trace, EndedJob(**{**usual, **times, **how}), written_at=now)

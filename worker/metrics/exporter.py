@@ -23,7 +23,7 @@ _HISTOGRAM = HistogramMetricFamily
 
 
 class _Metric(NamedTuple):
-    """A metric. rows: the values of its labels, each with a number or a Histogram."""
+    """A metric. rows: each has a value for every label, and a number or a Histogram."""
 
     family: Any
     name: str
@@ -285,13 +285,13 @@ class _WorkerCollector(Collector):
             "From a request's arrival in the engine to its end.",
             counts.e2e,
         )
-        samples = []
-        for reason, number in dict(counts.requests).items():
-            samples.append(((self._model, reason), number))
+        rows = []
+        for reason, num_samples in dict(counts.samples).items():
+            rows.append(((self._model, reason), num_samples))
         yield _Metric(
             _COUNTER,
             "tokenmill_request_success",
             "Samples by how they ended.",
             ("model_name", "finished_reason"),
-            samples,
+            rows,
         )

@@ -27,7 +27,7 @@ class WatchedIo(WatchedEngine, Protocol):
 
     @property
     def why_not_claiming(self) -> str | None:
-        """Why the worker claims nothing; None if it claims."""
+        """Why the worker claims no jobs; None if it claims jobs."""
 
     @property
     def warning(self) -> str:

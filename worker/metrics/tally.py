@@ -32,7 +32,7 @@ OTHER = "other"
 class EndedJob:
     """A job that has ended on this worker.
 
-    function: the name of its function; "refused" if the job was refused before the name was read.
+    function_name: the name of its function; "refused" if the job was refused before the name was read.
     is_function: whether the job called a function that needs no engine.
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
     enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
@@ -42,7 +42,7 @@ class EndedJob:
 
     queue: str
     job_id: str
-    function: str
+    function_name: str
     is_function: bool
     outcome: str
     reason: str
@@ -104,13 +104,14 @@ class Tally:
     """Counts events. Only the I/O thread writes, except for `count_sent` and `queue_numbers`. Any thread may read.
 
     jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by queue, outcome and reason.
-    requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
+    samples: finished samples, by finish reason.
+    takeovers: jobs that were taken over, by queue and by the job's number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
     ended, ended_badly, waited_ms, ran_ms: totals by queue; see Point.
     num_answers: how many answers the I/O thread has got from Redis.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
-    A pool's thread sets them.
+    A thread of a pool sets them.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class Tally:
         self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
-        self.requests: Counter[str] = Counter()
+        self.samples: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
         self.num_finished = 0
         self.num_failed = 0
@@ -179,8 +180,8 @@ class Tally:
         self.rows[job.queue, "error", "request"] += job.row_errors - unasked
 
     def count_sample(self, completion: Completion) -> None:
-        """Count a sample of a request that the engine has finished."""
-        self.requests[completion.finish_reason] += 1
+        """Count a finished sample of a request."""
+        self.samples[completion.finish_reason] += 1
         times = completion.metrics
         if times is None:
             return

@@ -116,7 +116,7 @@ class Call:
             self._raise(error)
 
     def _raise(self, error: type[BaseException]) -> None:
-        """Raise an error in the thread now, or after its import. The caller holds the lock."""
+        """Raise an error in the thread now, or once the thread's import has ended. The caller holds the lock."""
         if not self._is_interruptible or self._thread_id is None:
             return
         if self._importing:
@@ -166,7 +166,8 @@ class Call:
             code_line = _code_line(self._thread_id)
             interrupt = self.error
             assert interrupt is not None, "interrupted without an error"
-            # The interrupt is reported. The thread has ignored it, so another error is raised in the thread.
+            # The call is reported as ended by its interrupt. The thread has ignored that error, so an error that it
+            # does not catch with `except Exception` is raised there.
             self._raise(ThreadGivenUp)
         self._done(None, interrupt())
         return code_line

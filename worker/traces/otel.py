@@ -164,8 +164,8 @@ class OtelTraces(Traces):
         if has_begun and end.is_function:
             add_child("run", root, began, ended, {})
         elif has_begun and notes.finished_at is not None:
-            _, _, short_name = end.function.rpartition(".")
-            operation = _OPERATIONS.get(end.function, short_name)
+            _, _, short_name = end.function_name.rpartition(".")
+            operation = _OPERATIONS.get(end.function_name, short_name)
             attributes = _model_attributes(notes, operation, self._model)
             model_span = add_child(f"{operation} {self._model}", root, began, finished, attributes)
             if notes.first_token_at is not None:
@@ -181,7 +181,7 @@ class OtelTraces(Traces):
             status = Status(StatusCode.ERROR, safe_name(end.reason or end.outcome))
         attributes = _job_attributes(end)
         kind = SpanKind.CONSUMER
-        return self._span(end.function, ids.span, ids.parent, times, attributes, kind, status)
+        return self._span(end.function_name, ids.span, ids.parent, times, attributes, kind, status)
 
     def _span(
         self,
