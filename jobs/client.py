@@ -399,9 +399,9 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if the argument was already given under another name."""
-    # output_format is also called single_file. A format replaces single_file=True, so these two may be given together.
-    is_given = name in arguments and arguments[name] is not True
-    if is_given:
+    # The option output_format adds the argument single_file. The user may give both: the format replaces a True.
+    is_given_twice = name in arguments and arguments[name] is not True
+    if is_given_twice:
         raise InvalidJob(f"{name} is given twice, by two of its names: give it once")
     arguments[name] = value
 

@@ -315,8 +315,8 @@ class PlanOfAnotherVersion(OutputError):
 
 class PartDamaged(OutputError):
     """{path} is not what the run has written ({reason}): restore it, or submit into another folder with --reuse
-    {output}, which computes only what is lacking; if {output} has no _SUCCESS, you may also remove the file and submit
-    again"""
+    {output}, so that only what is lacking is computed; if {output} has no _SUCCESS, you may also remove the file and
+    submit again"""
 
     def __str__(self) -> str:
         path, reason = self.args

@@ -207,7 +207,7 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """If an `rq worker-pool` started this process, stop the pool. Each of its workers would fail alike."""
+        """Stop the `rq worker-pool` that started this process, if any, because all of its workers would fail too."""
         pool = multiprocessing.parent_process()
         if (
             pool is not None

@@ -182,7 +182,7 @@ def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
 
 
 def _print_producers(connection: redis.Redis, queue: str) -> None:
-    """Print how many jobs of each producer wait on a queue, and the command that stops them."""
+    """Print how many jobs of each producer wait on a queue, and the command that cancels them."""
     producers = read_producers(connection, queue)
     head_age_s = head_ages(connection, [queue], time.time()).get(queue)
     since = ""

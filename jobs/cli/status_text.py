@@ -195,7 +195,7 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
     if not num_gone_parts:
         return []
     parts = "part is" if num_gone_parts == 1 else "parts are"
-    remedy = f"submit into another folder with --reuse {folder}, which computes what is missing"
+    remedy = f"to compute what is missing, submit into another folder with --reuse {folder}"
     return [f"but      {num_gone_parts} {parts} gone: {remedy}"]
 
 

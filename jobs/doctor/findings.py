@@ -44,7 +44,7 @@ def fault_of(subject: str, error: str) -> Finding:
 
 
 class Examination(NamedTuple):
-    """Checks of one subject. check: makes them, and yields their findings. limit_s: the most seconds for all of them."""
+    """Checks of one subject. check: makes them, and yields their findings. limit_s: the most seconds for all checks."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]

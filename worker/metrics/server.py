@@ -83,10 +83,10 @@ class MetricsServer:
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
         await self._ended.wait()
-        # Stop accepting connections before the server closes. A server that closes leaves a connection open if it has
-        # accepted the connection but does not serve it yet.
+        # Stop accepting connections first: `server.close` would leave a connection open that was accepted but is not
+        # served yet.
         self._loop.remove_reader(self._listener)
-        # Besides this task, each accepted connection has a task, even if the connection is not served yet.
+        # Wait until only this task is left. Each accepted connection has a task, even if it is not served yet.
         while len(asyncio.all_tasks()) > 1:
             for writer in self._open:
                 writer.transport.abort()

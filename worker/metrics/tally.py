@@ -198,7 +198,7 @@ class Tally:
         self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
     def count_unforeseen(self, queue: str, error: BaseException) -> None:
-        """Count an error that nobody foresaw, about one job of this queue."""
+        """Count an unforeseen error about one job of this queue."""
         self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
 
     def count_redis_error(self, error: BaseException) -> None:
@@ -211,7 +211,7 @@ class Tally:
         self._slowest_answer_s = max(self._slowest_answer_s, seconds)
 
     def take_slowest(self) -> float:
-        """Return the seconds of the slowest answer since the last call."""
+        """Return how many seconds the slowest answer has taken since this method was last called."""
         seconds = self._slowest_answer_s
         self._slowest_answer_s = 0.0
         return seconds
