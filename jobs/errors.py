@@ -349,8 +349,8 @@ class NoSecondModel(RunError, fault="server"):
 
 
 class AnswersDamaged(RunError):
-    """{path}, which keeps answers until a part holds them, cannot be read ({reason}): remove it, and they are computed
-    again"""
+    """{path}, which keeps answers until a part holds them, cannot be read ({reason}): remove it, and the answers are
+    computed again"""
 
 
 class KeptAnswersLost(RunError):

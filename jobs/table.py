@@ -67,11 +67,11 @@ def task_of(
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
-    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
+    task_arguments: Mapping[str, Any] = kwargs or {}
+    if not isinstance(args, (list, tuple)) or not isinstance(task_arguments, dict):
         raise InvalidJob(
             f"{function_name}: the job must hold a list of arguments and a mapping of keyword arguments"
         )
-    task_arguments: Mapping[str, Any] = kwargs or {}
     deadline = None
     # Jobs over files take no deadline, because their run has one.
     if "deadline" in task_arguments and function_name not in _FILE_JOBS:

@@ -191,9 +191,11 @@ class TimedTask(Task):
 
     @staticmethod
     def _has_begun(context: JobContext) -> bool:
-        """Whether another worker has begun the job. The job's journal shows it."""
+        """Whether another worker has begun the job. If so, its journal holds answers, or tokens that were sent."""
         journal = context.journal
-        return journal is not None and bool(journal.sent or journal.read())
+        if journal is None:
+            return False
+        return bool(journal.sent or journal.read())
 
     def open(self, context: JobContext) -> OpenTask:
         """Open the task. Raises DeadlinePassed."""

@@ -209,11 +209,8 @@ class BatchWorker(BaseWorker):
     def _stop_pool(self, error: Exception) -> None:
         """Stop the `rq worker-pool` that started this process, if any, because all of its workers would fail too."""
         pool = multiprocessing.parent_process()
-        if (
-            pool is not None
-            and pool.pid is not None
-            and "WorkerPool" in multiprocessing.current_process().name
-        ):
+        is_in_pool = "WorkerPool" in multiprocessing.current_process().name
+        if is_in_pool and pool is not None and pool.pid is not None:
             self.log.error(
                 "Worker %s: stopping the pool, none of its workers can start: %s", self.name, error
             )

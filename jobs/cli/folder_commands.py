@@ -116,11 +116,12 @@ def _check_error_options(
     """Raise UsageError if options of `errors` do not go together."""
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without --retry there is no run to await")
-    if cut and retry is not None and max_tokens is None:
+    retries_cut_rows = cut and retry is not None
+    if retries_cut_rows and max_tokens is None:
         raise click.UsageError(
             "--retry with --cut needs --max-tokens: the old limit would cut the rows again"
         )
-    if max_tokens is not None and not (cut and retry):
+    if max_tokens is not None and not retries_cut_rows:
         raise click.UsageError(
             "--max-tokens is for --retry with --cut: without --cut only rows with an error are asked"
         )
@@ -379,7 +380,8 @@ def report(
 
     RUN is the run's id or its output folder, on this machine or in a store whose keys are in the environment.
     """
-    if (prompts or price_per_hour is not None) and out is None:
+    needs_new_page = prompts or price_per_hour is not None
+    if needs_new_page and out is None:
         raise click.UsageError(
             "--price-per-hour and --prompts make another page: name a file for it with --out"
         )
@@ -394,7 +396,8 @@ def report(
     if out is None:
         click.echo(os.path.join(folder, REPORT))
         return
-    if Path(out).resolve().is_relative_to(Path(folder).resolve()):
+    real_folder = Path(folder).resolve()
+    if Path(out).resolve().is_relative_to(real_folder):
         raise InvalidJob(
             f"{out} lies in the folder of a finished run, which must not change: name a file elsewhere"
         )

@@ -97,7 +97,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
 def _exists(queue: QueueCounts, known_names: list[str]) -> bool:
     """Whether there is a queue. known_names: RQ's list, which can lack a queue that still has jobs."""
-    return queue.name in known_names or any(queue.counts.values())
+    has_jobs = any(queue.counts.values())
+    return has_jobs or queue.name in known_names
 
 
 def _no_queue_error(missing: list[str], known_names: list[str]) -> click.ClickException:

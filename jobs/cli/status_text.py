@@ -115,7 +115,7 @@ class Lines:
         self._print(line)
 
     def warn(self, text: str) -> None:
-        """Print a line that is no progress."""
+        """Print a warning between the lines of progress."""
         self._print(text)
 
     def _print(self, line: str) -> None:
@@ -176,7 +176,9 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
             lines.append(f"left     {time_left}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
-    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])
+    lines += verdict(snapshot)
+    lines += gone_text(num_gone_parts, snapshot.output)
+    return "\n".join(lines)
 
 
 def deadline_text(snapshot: RunSnapshot) -> str:

@@ -64,7 +64,8 @@ def preview(
         _show(row)
     for line in _reasons(result):
         click.echo(line, err=True)
-    sys.exit(1 if result["rows_failing"] or result["num_failed"] else 0)
+    has_failures = result["rows_failing"] or result["num_failed"]
+    sys.exit(1 if has_failures else 0)
 
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:

@@ -83,13 +83,15 @@ def reach(url: str) -> Server:
 def not_served(url: str, error: RedisError) -> Finding:
     """Return the fault for a server that does not serve us. error: what the client raised."""
     user, address = _user_and_address(url)
+    # A server that refuses a password has answered, although redis-py derives this error from its ConnectionError.
+    is_unanswered = isinstance(error, _NO_ANSWER) and not isinstance(error, AuthenticationError)
     # This is the fault unless one of the cases below fits better.
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
         problem = "does not serve yet"
         mend = "wait: it reads what it has kept on its disk, and serves once that is done"
-    elif isinstance(error, _NO_ANSWER) and not isinstance(error, AuthenticationError):
+    elif is_unanswered:
         problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
         if url.startswith("rediss:"):
@@ -280,16 +282,17 @@ _WORKERS = """
     memory usage K; subscribe C; unsubscribe C
 """
 _DASHBOARDS = "ltrim K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a"
-_WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
+_PLACEHOLDERS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, each as a tuple of its words."""
+    # Every role needs the producers' commands.
     further_commands = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
     lines = f"{_PRODUCERS}\n{further_commands[role]}"
     commands = []
     for command in lines.replace("\n", ";").split(";"):
-        words = tuple(_WORDS.get(word, word) for word in command.split())
+        words = tuple(_PLACEHOLDERS.get(word, word) for word in command.split())
         if words:
             commands.append(words)
     return commands

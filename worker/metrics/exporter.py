@@ -33,7 +33,7 @@ class _Metric(NamedTuple):
 
 
 def _by_label(values: Mapping[str, Any]) -> list[tuple[tuple[str], Any]]:
-    """Return the `values_by_labels` of a metric with one label. values: a number or a Histogram by the label's value."""
+    """Return the `values_by_labels` of a metric with one label. values: the numbers or Histograms by label value."""
     return [((label_value,), value) for label_value, value in values.items()]
 
 
