@@ -43,7 +43,7 @@ class ToldError(Exception):
         """Make the class's message from its docstring: each name in braces becomes the number of its argument."""
         cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
-        names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
+        names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))  # each name once, in its order
 
         def numbered(match: re.Match[str]) -> str:
             """Return an opening brace and the name's number. What follows the name, such as `!r}`, is not matched."""
@@ -152,7 +152,7 @@ class AdapterAwaited(JobsError, fault="server"):
 
 
 class AnswerMissing(JobsError):
-    """no answer of job {job}, on which this one depends: {found}"""
+    """job {job}, on which this job depends, has no answer: {found}"""
 
 
 class RequestFailed(JobsError):
@@ -367,8 +367,8 @@ class RunResubmitted(RunError):
 
 
 class UnknownRun(RunError):
-    """this Redis knows no run {run!r}, and no run's output folder has that name: name the folder, or submit again,
-    which resumes a run"""
+    """this Redis knows no run {run!r}, and no run's output folder has that name: name the folder, or resume the run by
+    submitting it again"""
 
 
 class RunBusy(RunError, fault="server"):

@@ -254,7 +254,7 @@ class OpenTask(abc.ABC):
         """
 
     def keep(self, tokens: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
-        """Return a function that writes what another worker needs to go on; None if nothing is new.
+        """Return a function that writes what another worker needs to go on with the job; None if nothing is new.
 
         The function may be called in any thread. If it raises, the next call of `keep` returns a function that writes
         everything that is not written yet.

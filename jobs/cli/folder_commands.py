@@ -313,8 +313,8 @@ def _errors_text(
 ) -> str:
     """Return what `errors` prints for people: a table of the reasons, and a table of the rows if there are any."""
     num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
-    noun = f"{plural('row', num_errors)} "
-    outcome = outcome_text(num_errors, failed_checks, num_cut, noun=noun)
+    noun_with_blank = f"{plural('row', num_errors)} "
+    outcome = outcome_text(num_errors, failed_checks, num_cut, noun=noun_with_blank)
     if not reasons.rows:
         if not failed_checks and not num_cut:
             outcome = NO_FAILED_ROW
@@ -323,14 +323,15 @@ def _errors_text(
     for reason in reasons.commonest(MAX_REASONS):
         examples = ", ".join(map(str, reason.examples))
         by_reason.append((str(reason.rows), examples, safe_name(reason.text, MAX_TEXT_CHARS)))
-    lines = [f"run {run}: {outcome}", table(("ROWS", "SUCH AS", "REASON"), by_reason, ("ROWS",))]
+    heads = ("ROWS", "SUCH AS", "REASON")
+    lines = [f"run {run}: {outcome}", table(heads, by_reason, numbers=["ROWS"])]
     if rows:
         by_row = []
         for row in rows:
             file = safe_name(row.file, MAX_TEXT_CHARS)
             by_row.append((str(row.row), file, str(row.file_row), safe_name(row.reason)))
-        heads = ("ROW", "FILE", "ITS ROW", "REASON")
-        lines += ["", table(heads, by_row, ("ROW", "ITS ROW"))]
+        row_heads = ("ROW", "FILE", "ITS ROW", "REASON")
+        lines += ["", table(row_heads, by_row, numbers=["ROW", "ITS ROW"])]
     return "\n".join(lines)
 
 

@@ -70,16 +70,17 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     workers = read_workers(connection)
     # Workers have recorded these two values, which are outdated if Redis is full. The present values replace them below
     # if this Redis user may read them. A producer's user may not.
-    claimed = claimed_jobs(workers)
+    num_claimed_by_queue = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
-        claimed = count_claimed(connection, shown_names)
+        num_claimed_by_queue = count_claimed(connection, shown_names)
         is_suspended = bool(connection.exists(SUSPENDED_KEY))
 
     missing = []
     for queue in count_queues(connection, shown_names):
         if _exists(queue, known_names):
-            click.echo(_queue_line(queue, claimed.get(queue.name, 0)))
+            num_claimed = num_claimed_by_queue.get(queue.name, 0)
+            click.echo(_queue_line(queue, num_claimed))
         else:
             missing.append(queue.name)
     for worker in workers:
@@ -96,7 +97,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
 
 def _exists(queue: QueueCounts, known_names: list[str]) -> bool:
-    """Whether there is a queue. known_names: RQ's list, which can lack a queue that still has jobs."""
+    """Whether a queue exists. known_names: RQ's list, which can lack a queue that still has jobs."""
     has_jobs = any(queue.counts.values())
     return has_jobs or queue.name in known_names
 
@@ -186,10 +187,10 @@ def _print_producers(connection: redis.Redis, queue: str) -> None:
     """Print how many jobs of each producer wait on a queue, and the command that cancels them."""
     producers = read_producers(connection, queue)
     head_age_s = head_ages(connection, [queue], time.time()).get(queue)
-    since = ""
+    first_waits = ""
     if producers.num_waiting and head_age_s is not None:
-        since = f", the first for {duration_text(head_age_s)}"
-    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
+        first_waits = f", the first for {duration_text(head_age_s)}"
+    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{first_waits}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
         shown_count = str(producers.estimate(name))
@@ -202,7 +203,7 @@ def _print_producers(connection: redis.Redis, queue: str) -> None:
             f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"
         )
     if rows:
-        click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
+        click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, numbers=["JOBS"]))
     num_more = len(producers.num_jobs) - len(rows)
     if num_more:
         click.echo(f"and {num_more} {plural('producer', num_more)} with fewer jobs")

@@ -87,7 +87,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
     for reason in _reasons(result):
         lines.append(f"         {reason}")
     repeated_rows = _counted(result["rows_repeated"], "row")
-    verb = "repeats" if repeated_rows == "1 row" else "repeat"
+    verb = "repeats" if round(result["rows_repeated"]) == 1 else "repeat"
     lines += [
         f"asked    {_counted(result['requests'], 'prompt')}; {repeated_rows} {verb} an earlier one",
         f"prompts  {_counted(result['prompt_tokens'], 'token')}; shared beginnings of the asked prompts save about "

@@ -301,13 +301,14 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Yield one finding: whether this user may do all that a role needs. A fault names the missing rules."""
     # The commands that test whether the user may use the role's keys, each with the pattern of the keys.
-    pattern_of: dict[tuple[str, ...], str] = {}
+    pattern_of_command: dict[tuple[str, ...], str] = {}
     for pattern in map(prefixed, KEYS[role].split()):
         command = ("set", pattern.replace("*", "a"), "1")
-        pattern_of[command] = pattern
+        pattern_of_command[command] = pattern
+    commands = [*pattern_of_command, *commands_of(role)]
     missing_rules: dict[str, None] = {}  # a set that keeps its order
-    for words, refusal in _refusals(server.client, [*pattern_of, *commands_of(role)]):
-        rule = _missing_rule(words, refusal, pattern_of.get(tuple(words)))
+    for words, refusal in _refusals(server.client, commands):
+        rule = _missing_rule(words, refusal, pattern_of_command.get(tuple(words)))
         if rule is not None:
             missing_rules[rule] = None
     if not missing_rules:

@@ -166,10 +166,10 @@ class _WorkerCollector(Collector):
     def _takeovers(self) -> _Metric:
         """Return the metric of jobs that were taken over."""
         # Prometheus shows no increase for a counter that begins at 1, so the counter for the first death begins at 0.
-        num_by_deaths = {(queue, 1): 0 for queue in self._queue_names}
-        num_by_deaths.update(dict(self._counts.takeovers))
+        num_takeovers = {(queue, 1): 0 for queue in self._queue_names}
+        num_takeovers.update(dict(self._counts.takeovers))
         takeovers = []
-        for (queue, deaths), num_jobs in num_by_deaths.items():
+        for (queue, deaths), num_jobs in num_takeovers.items():
             takeovers.append(((queue, str(deaths)), num_jobs))
         return _Metric(
             _COUNTER,
@@ -260,7 +260,7 @@ class _WorkerCollector(Collector):
         num_steps_by_size = stats.get("batch_sizes", ())
         if num_steps_by_size:
             num_bounds = len(num_steps_by_size) - 1
-            batch_sizes = Histogram([1 << i for i in range(num_bounds)])
+            batch_sizes = Histogram([2**i for i in range(num_bounds)])
             batch_sizes.counts = list(num_steps_by_size)
             batch_sizes.total = stats.get("num_scheduled", 0)
             yield of_model(_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes)

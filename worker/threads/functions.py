@@ -32,7 +32,7 @@ class FunctionPool:
         self._running: dict[threading.Thread, Call] = {}
         # Threads whose calls were reported as ended, but still run; see `give_up_stuck`.
         self._stuck: set[threading.Thread] = set()
-        # Threads with a slow call, in whose place another thread serves calls. Each ends after its call; see `relieve`.
+        # Threads that another thread has replaced, because their call is slow. Each ends after its call; see `relieve`.
         self._relieved: set[threading.Thread] = set()
         self._numbers = count()
         self._threads: list[threading.Thread] = []

@@ -166,8 +166,8 @@ class Call:
             code_line = _code_line(self._thread_id)
             interrupt = self.error
             assert interrupt is not None, "interrupted without an error"
-            # The call is reported as ended by its interrupt. The thread has ignored that error, so an error that it
-            # does not catch with `except Exception` is raised there.
+            # The call is reported as ended by its interrupt. The thread has ignored the interrupt, so it now gets an
+            # error that no `except Exception` catches.
             self._raise(ThreadGivenUp)
         self._done(None, interrupt())
         return code_line

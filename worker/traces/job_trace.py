@@ -40,8 +40,9 @@ class JobTrace:
         self.finished_at = time.time()
         times = completion.metrics
         if times is not None and times.first_token_time is not None:
-            ago_s = time.monotonic() - times.first_token_time
-            first_token_at = self.finished_at - ago_s
+            # `first_token_time` is by the monotonic clock.
+            since_first_token_s = time.monotonic() - times.first_token_time
+            first_token_at = self.finished_at - since_first_token_s
             if self.first_token_at is None or first_token_at < self.first_token_at:
                 self.first_token_at = first_token_at
 

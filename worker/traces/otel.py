@@ -76,8 +76,9 @@ class OtelTraces(Traces):
         }
         self._resource = Resource(attributes).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("tokenmill", version)
+        # The provider is made only for its sampler, which OTEL_TRACES_SAMPLER names.
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-        self._contexts = TraceContextTextMapPropagator()
+        self._propagator = TraceContextTextMapPropagator()
         self._processor = BatchSpanProcessor(exporter or OTLPSpanExporter())
 
     def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
@@ -108,7 +109,7 @@ class OtelTraces(Traces):
 
         The same execution always gets the same ids.
         """
-        parent_context = self._contexts.extract(_producers_carrier(meta))
+        parent_context = self._propagator.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._traces_all:
             return None
