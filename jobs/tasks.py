@@ -141,7 +141,7 @@ class Task(abc.ABC):
     #: Whether `open` takes memory for the rows of a file. If so, it may have to wait for that memory.
     reads_rows: ClassVar[bool] = False
 
-    def made(self, context: JobContext) -> Task:
+    def task_to_open(self, context: JobContext) -> Task:
         """Return the task that is to be opened. Raises JobsError.
 
         This is the task itself, unless a subclass makes another task, for example from a file that it reads.
@@ -160,14 +160,14 @@ class LateTask(Task):
         self._make = make
         self.blocking = blocking
 
-    def made(self, context: JobContext) -> Task:
+    def task_to_open(self, context: JobContext) -> Task:
         """Make the task that this object stands for."""
         task = self._make(context)
-        return task.made(context)  # this task, too, may be made only when it is opened
+        return task.task_to_open(context)  # this task, too, may be made only when it is opened
 
     def open(self, context: JobContext) -> OpenTask:
         """Make the task and open it."""
-        return self.made(context).open(context)
+        return self.task_to_open(context).open(context)
 
 
 class TimedTask(Task):
@@ -182,12 +182,12 @@ class TimedTask(Task):
         self._deadline = deadline
         self.blocking = task.blocking
 
-    def made(self, context: JobContext) -> Task:
+    def task_to_open(self, context: JobContext) -> Task:
         """Make the task. Raises DeadlinePassed."""
         deadline = parse_deadline("deadline", self._deadline, context.created_at)
         if time.time() >= deadline and not self._has_begun(context):
             raise DeadlinePassed(utc_text(deadline))
-        return self._task.made(context)
+        return self._task.task_to_open(context)
 
     @staticmethod
     def _has_begun(context: JobContext) -> bool:
@@ -199,7 +199,7 @@ class TimedTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Open the task. Raises DeadlinePassed."""
-        return self.made(context).open(context)
+        return self.task_to_open(context).open(context)
 
 
 class OpenTask(abc.ABC):

@@ -185,7 +185,7 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     count_user_command = partial(tally.count_sent, "functions")
     return Clients(
         io=new_client(
-            connection, REDIS_TIMEOUT_S, on_sent=count_own_command, on_reply=tally.count_answer
+            connection, REDIS_TIMEOUT_S, on_sent=count_own_command, on_reply=tally.count_reply
         ),
         pool=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_own_command),
         user=new_client(connection, REDIS_TIMEOUT_S, resend=True, on_sent=count_user_command),

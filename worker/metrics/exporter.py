@@ -25,7 +25,7 @@ _HISTOGRAM = HistogramMetricFamily
 class _Metric(NamedTuple):
     """A metric. values_by_labels: a number or a Histogram for each combination of the labels' values."""
 
-    family: Any
+    family_class: Any
     name: str
     help: str
     labels: Sequence[str]
@@ -78,7 +78,7 @@ class _WorkerCollector(Collector):
             *self._request_metrics(),
         )
         for metric in metrics:
-            family = metric.family(metric.name, metric.help, labels=metric.labels)
+            family = metric.family_class(metric.name, metric.help, labels=metric.labels)
             for label_values, value in metric.values_by_labels:
                 if isinstance(value, Histogram):
                     family.add_metric(label_values, value.cumulative(), value.total)
@@ -198,10 +198,10 @@ class _WorkerCollector(Collector):
             _by_label(num_errors),
         )
 
-    def _of_model(self, family: Any, name: str, help_text: str, value: Any) -> _Metric:
+    def _of_model(self, family_class: Any, name: str, help_text: str, value: Any) -> _Metric:
         """Return a metric whose only label is the model. name: without `tokenmill_`. value: a number or Histogram."""
         return _Metric(
-            family, f"tokenmill_{name}", help_text, ("model_name",), [((self._model,), value)]
+            family_class, f"tokenmill_{name}", help_text, ("model_name",), [((self._model,), value)]
         )
 
     def _batch_metrics(self) -> Iterator[_Metric]:
@@ -283,13 +283,13 @@ class _WorkerCollector(Collector):
             _HISTOGRAM,
             "time_to_first_token_seconds",
             "From a request's arrival in the engine to its first token.",
-            counts.first_token,
+            counts.times_to_first_token,
         )
         yield self._of_model(
             _HISTOGRAM,
             "e2e_request_latency_seconds",
             "From a request's arrival in the engine to its end.",
-            counts.e2e,
+            counts.e2e_latencies,
         )
         ended_samples = []
         for reason, num_samples in dict(counts.samples).items():

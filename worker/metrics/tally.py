@@ -108,8 +108,10 @@ class Tally:
     takeovers: jobs that were taken over, by queue and by the job's number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
+    times_to_first_token, e2e_latencies: seconds from a request's arrival in the engine to its first token, or to its
+    end.
     ended, ended_badly, waited_ms, ran_ms: totals by queue; see Point.
-    num_answers: how many answers the I/O thread has got from Redis.
+    num_replies: how many replies the I/O thread has got from Redis.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
     A thread of a pool sets them.
     """
@@ -128,16 +130,16 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
-        self.num_answers = 0
-        self._slowest_answer_s = 0.0
+        self.num_replies = 0
+        self._slowest_reply_s = 0.0
         self.ended: Counter[str] = Counter()
         self.ended_badly: Counter[str] = Counter()
         self.waited_ms: Counter[str] = Counter()
         self.ran_ms: Counter[str] = Counter()
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
-        self.first_token = Histogram(_SHORT_S)
-        self.e2e = Histogram(_SHORT_S)
+        self.times_to_first_token = Histogram(_SHORT_S)
+        self.e2e_latencies = Histogram(_SHORT_S)
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
@@ -185,11 +187,11 @@ class Tally:
         times = completion.metrics
         if times is None:
             return
-        self.e2e.observe(times.finished_time - times.arrival_time)
+        self.e2e_latencies.observe(times.finished_time - times.arrival_time)
         if times.first_token_time is not None:
-            self.first_token.observe(times.first_token_time - times.arrival_time)
+            self.times_to_first_token.observe(times.first_token_time - times.arrival_time)
 
-    def count_lost(self) -> None:
+    def count_lost_claim(self) -> None:
         """Count a held job that was cancelled or taken over by another worker."""
         self.claims_lost += 1
 
@@ -205,15 +207,15 @@ class Tally:
         """Count a turn of the I/O thread in which Redis refused a command, or did not answer."""
         self.redis_errors[type(error).__name__] += 1
 
-    def count_answer(self, seconds: float) -> None:
-        """Count an answer of Redis to the I/O thread. seconds: how long it took."""
-        self.num_answers += 1
-        self._slowest_answer_s = max(self._slowest_answer_s, seconds)
+    def count_reply(self, seconds: float) -> None:
+        """Count a reply of Redis to the I/O thread. seconds: how long it took."""
+        self.num_replies += 1
+        self._slowest_reply_s = max(self._slowest_reply_s, seconds)
 
-    def take_slowest(self) -> float:
-        """Return how many seconds the slowest answer has taken since this method was last called."""
-        seconds = self._slowest_answer_s
-        self._slowest_answer_s = 0.0
+    def take_slowest_reply_s(self) -> float:
+        """Return how many seconds the slowest reply has taken since this method was last called."""
+        seconds = self._slowest_reply_s
+        self._slowest_reply_s = 0.0
         return seconds
 
     def count_sent(self, client: str) -> None:

@@ -22,7 +22,7 @@ class FunctionPool:
     """
 
     def __init__(
-        self, threads: int, name: str, clock: Callable[[], float] = time.monotonic
+        self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
         self._clock = clock
@@ -36,7 +36,7 @@ class FunctionPool:
         self._relieved: set[threading.Thread] = set()
         self._numbers = count()
         self._threads: list[threading.Thread] = []
-        for _ in range(threads):
+        for _ in range(num_threads):
             self._add_thread()
 
     @property
@@ -100,7 +100,7 @@ class FunctionPool:
     def interrupt_silent(self, limit_s: float, error: type[Exception]) -> None:
         """Raise `error` in the calls that have given no sign of life for more than `limit_s` seconds."""
         for call in list(self._running.values()):
-            if call.error is None and call.silent_s > limit_s:
+            if call.pending_interrupt is None and call.silent_s > limit_s:
                 call.interrupt(error)
 
     def submit(

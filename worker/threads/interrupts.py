@@ -85,7 +85,8 @@ class Call:
         self._clock = clock
         self._lock = threading.Lock()
         self._thread_id: int | None = None  # the thread, while the function runs
-        self.error: type[BaseException] | None = None  # the last interrupt that was not obeyed yet
+        # The last interrupt that was not obeyed yet.
+        self.pending_interrupt: type[BaseException] | None = None
         self._began_at: float | None = None
         self._alive_at: float | None = None  # the last sign of life
         self._interrupted_at: float | None = None  # the first interrupt while the function ran
@@ -110,7 +111,7 @@ class Call:
         Any thread may call this. After the call's end it does nothing.
         """
         with self._lock:
-            self.error = error
+            self.pending_interrupt = error
             if self._thread_id is not None and self._interrupted_at is None:
                 self._interrupted_at = self._clock()
             self._raise(error)
@@ -127,8 +128,8 @@ class Call:
 
     def check(self) -> None:
         """Raise the call's interrupt, if there is one. Otherwise note a sign of life."""
-        if self.error is not None:
-            raise self.error
+        if self.pending_interrupt is not None:
+            raise self.pending_interrupt
         self._alive_at = self._clock()
 
     def check_while_waiting_for(self, holder: "Call | None") -> None:
@@ -137,8 +138,8 @@ class Call:
         A call that waits for another call does this again and again. As long as the other call is alive, the waiting
         call counts as alive too. holder: the other call; None if it is not known.
         """
-        if self.error is not None:
-            raise self.error
+        if self.pending_interrupt is not None:
+            raise self.pending_interrupt
         holder_alive_at = None if holder is None else holder._alive_at
         if holder_alive_at is None:
             return
@@ -148,7 +149,7 @@ class Call:
     def note_obeyed(self) -> None:
         """Forget the last interrupt, because the call has obeyed it and goes on."""
         with self._lock:
-            self.error = None
+            self.pending_interrupt = None
             self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
@@ -164,7 +165,7 @@ class Call:
                 return None
             self._given_up = True
             code_line = _code_line(self._thread_id)
-            interrupt = self.error
+            interrupt = self.pending_interrupt
             assert interrupt is not None, "interrupted without an error"
             # The call is reported as ended by its interrupt. The thread has ignored the interrupt, so it now gets an
             # error that no `except Exception` catches.
@@ -196,8 +197,8 @@ class Call:
         _current.call = self
         try:
             with self._lock:
-                if self.error is not None:
-                    raise self.error
+                if self.pending_interrupt is not None:
+                    raise self.pending_interrupt
                 self._thread_id = threading.get_ident()
             self._began_at = self._clock()
             self._alive_at = self._began_at

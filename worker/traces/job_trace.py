@@ -13,13 +13,13 @@ from worker.metrics.tally import EndedJob
 class JobTrace:
     """What is noted about a traced job while this worker holds it. Times are Unix seconds.
 
-    ids: the ids of the job's trace, which only `Traces` reads.
+    contexts: the trace contexts of the job, which only `Traces` reads.
     first_token_at: when the first token of any completion came; None before.
     finished_at: when the latest completion came; None before any has come.
     prompt_tokens: the tokens of all prompts. A request with several samples counts once.
     """
 
-    ids: Any
+    contexts: Any
     claimed_at: float
     first_token_at: float | None = None
     finished_at: float | None = None
