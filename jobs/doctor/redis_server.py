@@ -355,7 +355,8 @@ def _refusals(
         connection.send_command("MULTI")
         refusal = _refusal(connection)
         if refusal:
-            # Outside a transaction the commands would be carried out.
+            # The user may not send MULTI, and outside a transaction the commands would be carried out. The category
+            # @transaction holds MULTI and DISCARD.
             yield ("@transaction",), refusal
             return
         connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))

@@ -75,13 +75,14 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound in Prometheus' form, with the number of values that do not exceed it."""
         bounds = [str(float(bound)) for bound in self.bounds]
+        bounds.append("+Inf")
         counts = list(self.counts)  # a copy, because another thread may call `observe` meanwhile
-        number_so_far = 0
-        cumulative = []
-        for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
-            number_so_far += number
-            cumulative.append((bound, float(number_so_far)))
-        return cumulative
+        count_so_far = 0
+        counts_so_far = []
+        for bound, count in zip(bounds, counts, strict=True):
+            count_so_far += count
+            counts_so_far.append((bound, float(count_so_far)))
+        return counts_so_far
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ def _raise_in(thread_id: int, error: type[BaseException]) -> None:
 def _drop_pending_error() -> None:
     """Drop an error that another thread has raised in this one, and that is still pending.
 
-    A second error replaces the pending one, and is caught here. CPython could also take the pending error back without
-    a second one. But in CPython 3.11, under a profiler, a debugger or coverage, all threads would then stop at their
-    next call of a function, because CPython would go on waiting for the error.
+    A second error replaces the pending one, and is caught here. CPython can also drop the pending error without a
+    second one, but CPython 3.11 would go on waiting for the dropped error: under a profiler, a debugger or coverage,
+    all threads would stop at their next call of a function.
     """
     try:
         _raise_in(threading.get_ident(), _Replacement)
