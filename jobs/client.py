@@ -374,8 +374,10 @@ def _check_names(names: Iterable[str]) -> None:
             continue
         closest = get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {closest[0]}? " if closest else ""
+        known_text = ", ".join(sorted(known))
+        # InvalidValue puts the name in place of {}.
         raise InvalidValue(
-            f"{{}} is no argument of submit; {hint}it has {', '.join(sorted(known))}", brief(name)
+            "{} is no argument of submit; " + f"{hint}it has {known_text}", brief(name)
         )
 
 

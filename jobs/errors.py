@@ -122,6 +122,7 @@ def _filled(text: str, values: Sequence[object]) -> str:
 
 def wrong_value_error(name: str, value: object, expected: str) -> InvalidValue:
     """Return the error for an argument whose value is not the expected one."""
+    # InvalidValue puts the value in place of {}.
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 
@@ -287,8 +288,8 @@ class OutputError(RunError):
 
 
 class OutputHoldsAnotherRun(OutputError):
-    """{output} holds another run ({difference}): submit with the same arguments to resume it, or choose another output,
-    with --reuse {output} to take over its answers to the same requests"""
+    """{output} holds another run ({difference}): submit with the same arguments to resume that run, or choose another
+    output; with --reuse {output}, answers to the same requests are taken over"""
 
 
 class OutputHoldsForeignFiles(OutputError):

@@ -112,13 +112,14 @@ def _check_binding(
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        shown = []
+        parameter_names = []
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                shown.append("...")
+                parameter_names.append("...")
             elif parameter.name != "context":
-                shown.append(parameter.name)
-        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(shown)}") from None
+                parameter_names.append(parameter.name)
+        problem = str(error)[:200]
+        raise InvalidJob(f"{name}: {problem}; it takes {', '.join(parameter_names)}") from None
 
 
 #: The functions that a worker runs.

@@ -154,7 +154,7 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """Stands for a task that is made only when it is opened. make: returns that task. blocking: see Task."""
+    """A stand-in for a task that is made only when it is opened. make: returns that task. blocking: see Task."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make

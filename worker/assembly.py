@@ -63,7 +63,7 @@ class RqWorker(Protocol):
         """Return the names of the queues in the order of the command line."""
 
     def beat(self, client: Redis, state: str, job_id: str | None) -> None:
-        """Write RQ's worker hash. job_id: one of the running jobs."""
+        """Write the Redis hash in which RQ keeps this worker. job_id: one of the running jobs; None if no job runs."""
 
 
 def assemble(

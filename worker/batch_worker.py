@@ -411,7 +411,7 @@ class BatchWorker(BaseWorker):
     # What RQ shows of the worker
 
     def beat(self, client: Redis, state: str, job_id: str | None) -> None:
-        """Write RQ's worker hash: heartbeat, state, and one of the running jobs.
+        """Write the Redis hash in which RQ keeps this worker: heartbeat, state, and one of the running jobs.
 
         Raises NameTaken if the hash belongs to another worker that was started later under this name.
         """

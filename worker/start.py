@@ -22,8 +22,8 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Have idle OpenMP threads spin for a moment and then sleep. Call it before torch is loaded.
 
     By default libgomp spins 30 times as long, and a spinning thread holds a processor that other threads need. Without
-    any spinning, each matrix product wakes its threads again, which costs a quarter of the speed on a free machine. The
-    operator's settings (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
+    any spinning, each matrix product wakes its threads again, which costs a quarter of the speed on an idle machine.
+    The operator's settings (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))

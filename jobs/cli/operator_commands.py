@@ -410,7 +410,8 @@ def _print_finding(finding: Finding) -> None:
     level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
     click.echo(f"{level} {finding.subject:13} {finding.text}")
     if finding.mend:
-        click.echo(f"{'':22} -> {finding.mend}")
+        indent = " " * 22  # the width of the two columns before the text
+        click.echo(f"{indent} -> {finding.mend}")
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:

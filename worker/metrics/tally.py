@@ -141,7 +141,7 @@ class Tally:
         self.latencies: dict[str, Histogram] = {}
         self.times_to_first_token = Histogram(_SHORT_S)
         self.e2e_latencies = Histogram(_SHORT_S)
-        self._reasons: set[str] = set()
+        self._reason_labels: set[str] = set()
         self._lock = threading.Lock()
 
     def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
@@ -151,7 +151,7 @@ class Tally:
             self.rows_done += rows_done
         else:
             self.num_failed += 1
-        self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
+        self.jobs[job.queue, job.outcome, self._reason_label(job.reason)] += 1
         if job.rows:
             self._count_rows(job)
         self._count_for_queue(job)
@@ -202,7 +202,7 @@ class Tally:
 
     def count_unforeseen(self, queue: str, error: BaseException) -> None:
         """Count an unforeseen error about one job of this queue."""
-        self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
+        self.unforeseen_errors[queue, self._reason_label(type(error).__name__)] += 1
 
     def count_redis_error(self, error: BaseException) -> None:
         """Count a turn of the I/O thread in which Redis refused a command, or did not answer."""
@@ -233,13 +233,13 @@ class Tally:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))
 
-    def _reason(self, reason: str) -> str:
+    def _reason_label(self, reason: str) -> str:
         """Return the label for an error's name: the name, OTHER if there are too many names, or "" for no error."""
         if not reason:
             return ""
-        reason = safe_name(reason, _MAX_REASON_CHARS)
-        if reason not in self._reasons:
-            if len(self._reasons) >= _MAX_REASONS:
+        label = safe_name(reason, _MAX_REASON_CHARS)
+        if label not in self._reason_labels:
+            if len(self._reason_labels) >= _MAX_REASONS:
                 return OTHER
-            self._reasons.add(reason)
-        return reason
+            self._reason_labels.add(label)
+        return label

@@ -33,7 +33,7 @@ class JobTrace:
         self.finish_reasons.add(completion.finish_reason)
         num_generated = len(completion.token_ids) - completion.num_continued
         self.completion_tokens += num_generated
-        if completion.index == 0:
+        if completion.index == 0:  # all samples of a request have the same prompt
             self.prompt_tokens += completion.num_prompt_tokens
             self.cached_tokens += completion.num_cached_tokens
 
