@@ -202,7 +202,7 @@ class WorkerSettings(BaseSettings):
         match = _PORTS.fullmatch(value.strip())
         if match is not None:
             first = int(match["first"])
-            last = int(match["last"] or first)
+            last = int(match["last"] or match["first"])
             if first == 0 and last == 0:
                 return range(0)
             if 0 < first <= last <= 65_535:

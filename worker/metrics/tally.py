@@ -141,7 +141,7 @@ class Tally:
         self.latencies: dict[str, Histogram] = {}
         self.times_to_first_token = Histogram(_SHORT_S)
         self.e2e_latencies = Histogram(_SHORT_S)
-        self._reason_labels: set[str] = set()
+        self._known_labels: set[str] = set()
         self._lock = threading.Lock()
 
     def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
@@ -238,8 +238,8 @@ class Tally:
         if not reason:
             return ""
         label = safe_name(reason, _MAX_REASON_CHARS)
-        if label not in self._reason_labels:
-            if len(self._reason_labels) >= _MAX_REASONS:
+        if label not in self._known_labels:
+            if len(self._known_labels) >= _MAX_REASONS:
                 return OTHER
-            self._reason_labels.add(label)
+            self._known_labels.add(label)
         return label
