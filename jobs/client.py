@@ -83,10 +83,10 @@ def submit(
     client = _connection(connection)
     _check_names(options)
     named_arguments = run_arguments(options)
-    target = os.fspath(output)
+    output_path = os.fspath(output)
     paths = _paths(input)
     if paths is None:
-        folder = f"{run_path(target)}{INPUT_SUFFIX}"
+        folder = f"{run_path(output_path)}{INPUT_SUFFIX}"
         if input_folder is not None:
             folder = os.fspath(input_folder)
         if is_stored(run_path(folder)):
@@ -102,9 +102,9 @@ def submit(
             "input_folder is where a table is written, and the input names files: leave it out"
         )
     run = submit_run(
-        client, queue, check_run=check_here, input=paths, output=target, **named_arguments
+        client, queue, check_run=check_here, input=paths, output=output_path, **named_arguments
     )
-    return Run(run, client, run_path(target))
+    return Run(run, client, run_path(output_path))
 
 
 def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run:

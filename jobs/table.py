@@ -33,9 +33,9 @@ class FileTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Call the function, which opens the files."""
-        opened = _call(self._function_name, context, *self._args, **self._kwargs)
-        assert isinstance(opened, OpenTask)
-        return opened
+        open_task = _call(self._function_name, context, *self._args, **self._kwargs)
+        assert isinstance(open_task, OpenTask)
+        return open_task
 
 
 #: Functions that open the tasks of jobs over files. They are imported when they are called, because they need pyarrow.

@@ -68,8 +68,8 @@ def leave_out_working_directory() -> None:
 
     # `python -m` puts the working directory first, unless Python was started with -P.
     is_run_as_module = sys.modules["__main__"].__spec__ is not None
-    puts_it_first = is_run_as_module and not sys.flags.safe_path
-    if puts_it_first and sys.path[0] in ("", os.getcwd()):
+    python_adds_directory = is_run_as_module and not sys.flags.safe_path
+    if python_adds_directory and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
 
 

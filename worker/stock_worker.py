@@ -45,12 +45,12 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         assert task is not None, function_name
         job = _current_job()
         engine = _engine()
-        opened = task.open(_context(job, engine.attention_backend))
+        open_task = task.open(_context(job, engine.attention_backend))
         try:
-            drive(opened, engine)
-            return opened.result()
+            drive(open_task, engine)
+            return open_task.result()
         finally:
-            opened.close()
+            open_task.close()
 
 
 @contextmanager

@@ -187,10 +187,10 @@ def _print_producers(connection: redis.Redis, queue: str) -> None:
     """Print how many jobs of each producer wait on a queue, and the command that cancels them."""
     producers = read_producers(connection, queue)
     head_age_s = head_ages(connection, [queue], time.time()).get(queue)
-    first_waits = ""
+    first_waiting_text = ""
     if producers.num_waiting and head_age_s is not None:
-        first_waits = f", the first for {duration_text(head_age_s)}"
-    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{first_waits}")
+        first_waiting_text = f", the first for {duration_text(head_age_s)}"
+    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{first_waiting_text}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
         shown_count = str(producers.estimate(name))

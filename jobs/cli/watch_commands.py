@@ -324,13 +324,13 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     """Return a worker's cells of the table. An empty cell is "-"."""
     # A silent worker's last sample is outdated, because other workers take over its jobs. So most cells stay empty.
     state = "silent"
-    up = ""
+    uptime = ""
     memory = ""
     held_jobs = ""
     activity: tuple[str, ...] = ("", "", "")
     if not worker.is_silent:
         state = worker.state
-        up = duration_text(worker.up_s)
+        uptime = duration_text(worker.up_s)
         held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
         activity = (
             f"{worker.num_requests_running}/{worker.max_num_seqs}",
@@ -349,7 +349,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         release_text(worker.version, worker.commit),
         worker.host,
         pid,
-        up,
+        uptime,
         memory,
         " ".join(worker.queues),
         held_jobs,

@@ -178,9 +178,9 @@ class Tally:
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
             return
-        unasked = min(job.rows_unasked, job.row_errors)
-        self.rows[job.queue, "error", "input"] += unasked
-        self.rows[job.queue, "error", "request"] += job.row_errors - unasked
+        num_unasked = min(job.rows_unasked, job.row_errors)
+        self.rows[job.queue, "error", "input"] += num_unasked
+        self.rows[job.queue, "error", "request"] += job.row_errors - num_unasked
 
     def count_sample(self, completion: Completion) -> None:
         """Count a finished sample of a request."""

@@ -98,11 +98,11 @@ class OtelTraces(Traces):
 
     def close(self) -> None:
         """Send the remaining spans, for at most FLUSH_S seconds, and end the thread that calls the exporter."""
-        sending = threading.Thread(
+        sender = threading.Thread(
             target=self._processor.shutdown, name="tokenmill-traces", daemon=True
         )
-        sending.start()
-        sending.join(FLUSH_S)
+        sender.start()
+        sender.join(FLUSH_S)
 
     def _trace_contexts(self, execution_id: str, meta: Any) -> _TraceContexts | None:
         """Return the trace contexts of an execution; None for a job that is not traced.
