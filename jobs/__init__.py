@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    options: the fields of engine.SamplingParams, prompt_template in place of a prompt, and model, the name of the model
+    options: the fields of engine.SamplingParams; prompt_template, in place of a prompt; model, the name of the model
     that must answer. Raises InvalidJob, AnswerMissing, or RequestFailed if all prompts failed.
     """
     return run_job("jobs.complete", (prompt,), options)

@@ -83,10 +83,10 @@ def submit(
     client = _connection(connection)
     _check_names(options)
     named_arguments = run_arguments(options)
-    target = os.fspath(output)
+    output_path = os.fspath(output)
     paths = _paths(input)
     if paths is None:
-        folder = f"{run_path(target)}{INPUT_SUFFIX}"
+        folder = f"{run_path(output_path)}{INPUT_SUFFIX}"
         if input_folder is not None:
             folder = os.fspath(input_folder)
         if is_stored(run_path(folder)):
@@ -102,9 +102,9 @@ def submit(
             "input_folder is where a table is written, and the input names files: leave it out"
         )
     run = submit_run(
-        client, queue, check_run=check_here, input=paths, output=target, **named_arguments
+        client, queue, check_run=check_here, input=paths, output=output_path, **named_arguments
     )
-    return Run(run, client, run_path(target))
+    return Run(run, client, run_path(output_path))
 
 
 def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run:
@@ -154,8 +154,8 @@ class Run:
             if deadline is not None:
                 left_s = deadline - clock()
                 if left_s <= 0:
-                    reason = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
-                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{reason}")
+                    outlook = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                    raise TimeoutError(f"run {self.id} has not ended within {timeout} s{outlook}")
                 seconds = min(seconds, left_s)
             sleep(seconds)
 
@@ -273,7 +273,7 @@ class Run:
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise the errors of planning that this machine can find. Checks that need pyarrow are left out without it."""
+    """Raise the errors of planning that this machine can find. Without pyarrow, some checks are left out."""
     spec.check_values(check_sampling)
 
     try:
@@ -374,8 +374,10 @@ def _check_names(names: Iterable[str]) -> None:
             continue
         closest = get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {closest[0]}? " if closest else ""
+        known_text = ", ".join(sorted(known))
+        # InvalidValue puts the name in place of {}.
         raise InvalidValue(
-            f"{{}} is no argument of submit; {hint}it has {', '.join(sorted(known))}", brief(name)
+            "{} is no argument of submit; " + f"{hint}it has {known_text}", brief(name)
         )
 
 
@@ -399,9 +401,9 @@ submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 def _add(arguments: dict[str, Any], name: str, value: Any) -> None:
     """Add an argument. Raises InvalidJob if the argument was already given under another name."""
-    # output_format is also called single_file. A format replaces single_file=True, so these two may be given together.
-    is_given = name in arguments and arguments[name] is not True
-    if is_given:
+    # The option output_format adds the argument single_file. The user may give both: the format replaces a True.
+    is_given_twice = name in arguments and arguments[name] is not True
+    if is_given_twice:
         raise InvalidJob(f"{name} is given twice, by two of its names: give it once")
     arguments[name] = value
 

@@ -43,7 +43,7 @@ class ToldError(Exception):
         """Make the class's message from its docstring: each name in braces becomes the number of its argument."""
         cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
-        names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
+        names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))  # each name once, in its order
 
         def numbered(match: re.Match[str]) -> str:
             """Return an opening brace and the name's number. What follows the name, such as `!r}`, is not matched."""
@@ -122,6 +122,7 @@ def _filled(text: str, values: Sequence[object]) -> str:
 
 def wrong_value_error(name: str, value: object, expected: str) -> InvalidValue:
     """Return the error for an argument whose value is not the expected one."""
+    # InvalidValue puts the value in place of {}.
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 
@@ -152,7 +153,7 @@ class AdapterAwaited(JobsError, fault="server"):
 
 
 class AnswerMissing(JobsError):
-    """no answer of job {job}, on which this one depends: {found}"""
+    """job {job}, on which this job depends, has no answer: {found}"""
 
 
 class RequestFailed(JobsError):
@@ -271,7 +272,7 @@ class ShardTooLarge(InputError):
 
 class InputChanged(InputError):
     """{path} changed since this run was planned ({change}): restore the file, or submit into another folder with
-    --reuse and this run's folder, which computes only what is new; finished parts stay"""
+    --reuse and this run's folder, so that only new rows are computed; finished parts stay"""
 
 
 class ConvertedInputGone(InputError):
@@ -287,8 +288,8 @@ class OutputError(RunError):
 
 
 class OutputHoldsAnotherRun(OutputError):
-    """{output} holds another run ({difference}): submit with the same arguments to resume it, or choose another output,
-    with --reuse {output} to take over its answers to the same requests"""
+    """{output} holds another run ({difference}): submit with the same arguments to resume that run, or choose another
+    output; with --reuse {output}, answers to the same requests are taken over"""
 
 
 class OutputHoldsForeignFiles(OutputError):
@@ -315,8 +316,8 @@ class PlanOfAnotherVersion(OutputError):
 
 class PartDamaged(OutputError):
     """{path} is not what the run has written ({reason}): restore it, or submit into another folder with --reuse
-    {output}, which computes only what is lacking; if {output} has no _SUCCESS, you may also remove the file and submit
-    again"""
+    {output}, so that only what is lacking is computed; if {output} has no _SUCCESS, you may also remove the file and
+    submit again"""
 
     def __str__(self) -> str:
         path, reason = self.args
@@ -349,8 +350,8 @@ class NoSecondModel(RunError, fault="server"):
 
 
 class AnswersDamaged(RunError):
-    """{path}, which keeps answers until a part holds them, cannot be read ({reason}): remove it, and they are computed
-    again"""
+    """{path}, which keeps answers until a part holds them, cannot be read ({reason}): remove it, and the answers are
+    computed again"""
 
 
 class KeptAnswersLost(RunError):
@@ -367,8 +368,8 @@ class RunResubmitted(RunError):
 
 
 class UnknownRun(RunError):
-    """this Redis knows no run {run!r}, and no run's output folder has that name: name the folder, or submit again,
-    which resumes a run"""
+    """this Redis knows no run {run!r}, and no run's output folder has that name: name the folder, or resume the run by
+    submitting it again"""
 
 
 class RunBusy(RunError, fault="server"):

@@ -33,9 +33,9 @@ class FileTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Call the function, which opens the files."""
-        opened = _call(self._function_name, context, *self._args, **self._kwargs)
-        assert isinstance(opened, OpenTask)
-        return opened
+        open_task = _call(self._function_name, context, *self._args, **self._kwargs)
+        assert isinstance(open_task, OpenTask)
+        return open_task
 
 
 #: Functions that open the tasks of jobs over files. They are imported when they are called, because they need pyarrow.
@@ -67,11 +67,11 @@ def task_of(
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
-    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
+    task_arguments: Mapping[str, Any] = kwargs or {}
+    if not isinstance(args, (list, tuple)) or not isinstance(task_arguments, dict):
         raise InvalidJob(
             f"{function_name}: the job must hold a list of arguments and a mapping of keyword arguments"
         )
-    task_arguments: Mapping[str, Any] = kwargs or {}
     deadline = None
     # Jobs over files take no deadline, because their run has one.
     if "deadline" in task_arguments and function_name not in _FILE_JOBS:
@@ -112,13 +112,14 @@ def _check_binding(
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        shown = []
+        parameter_names = []
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                shown.append("...")
+                parameter_names.append("...")
             elif parameter.name != "context":
-                shown.append(parameter.name)
-        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(shown)}") from None
+                parameter_names.append(parameter.name)
+        problem = str(error)[:200]
+        raise InvalidJob(f"{name}: {problem}; it takes {', '.join(parameter_names)}") from None
 
 
 #: The functions that a worker runs.

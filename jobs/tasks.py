@@ -141,7 +141,7 @@ class Task(abc.ABC):
     #: Whether `open` takes memory for the rows of a file. If so, it may have to wait for that memory.
     reads_rows: ClassVar[bool] = False
 
-    def made(self, context: JobContext) -> Task:
+    def task_to_open(self, context: JobContext) -> Task:
         """Return the task that is to be opened. Raises JobsError.
 
         This is the task itself, unless a subclass makes another task, for example from a file that it reads.
@@ -154,20 +154,20 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """Stands for a task that is made only when it is opened. make: returns that task. blocking: see Task."""
+    """A stand-in for a task that is made only when it is opened. make: returns that task. blocking: see Task."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make
         self.blocking = blocking
 
-    def made(self, context: JobContext) -> Task:
+    def task_to_open(self, context: JobContext) -> Task:
         """Make the task that this object stands for."""
         task = self._make(context)
-        return task.made(context)  # this task, too, may be made only when it is opened
+        return task.task_to_open(context)  # this task, too, may be made only when it is opened
 
     def open(self, context: JobContext) -> OpenTask:
         """Make the task and open it."""
-        return self.made(context).open(context)
+        return self.task_to_open(context).open(context)
 
 
 class TimedTask(Task):
@@ -182,22 +182,24 @@ class TimedTask(Task):
         self._deadline = deadline
         self.blocking = task.blocking
 
-    def made(self, context: JobContext) -> Task:
+    def task_to_open(self, context: JobContext) -> Task:
         """Make the task. Raises DeadlinePassed."""
         deadline = parse_deadline("deadline", self._deadline, context.created_at)
         if time.time() >= deadline and not self._has_begun(context):
             raise DeadlinePassed(utc_text(deadline))
-        return self._task.made(context)
+        return self._task.task_to_open(context)
 
     @staticmethod
     def _has_begun(context: JobContext) -> bool:
-        """Whether another worker has begun the job. The job's journal shows it."""
+        """Whether another worker has begun the job. If so, its journal holds answers, or tokens that were sent."""
         journal = context.journal
-        return journal is not None and bool(journal.sent or journal.read())
+        if journal is None:
+            return False
+        return bool(journal.sent or journal.read())
 
     def open(self, context: JobContext) -> OpenTask:
         """Open the task. Raises DeadlinePassed."""
-        return self.made(context).open(context)
+        return self.task_to_open(context).open(context)
 
 
 class OpenTask(abc.ABC):
@@ -240,8 +242,8 @@ class OpenTask(abc.ABC):
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most tasks inspect nothing
         """Check the completions of request `index` before they are delivered. Raises JobsError to fail the job.
 
-        This method may be called in any thread, and for several requests at the same time. A call may take as long as a
-        check. The task keeps what a call finds for `deliver`, which may never be called.
+        This method may be called in any thread, and for several requests at the same time. A call takes as long as the
+        checks that it runs. The task keeps what a call finds for `deliver`, which may never be called.
         """
 
     @abc.abstractmethod
@@ -252,7 +254,7 @@ class OpenTask(abc.ABC):
         """
 
     def keep(self, tokens: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
-        """Return a function that writes what another worker needs to go on; None if nothing is new.
+        """Return a function that writes what another worker needs to go on with the job; None if nothing is new.
 
         The function may be called in any thread. If it raises, the next call of `keep` returns a function that writes
         everything that is not written yet.

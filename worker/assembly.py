@@ -63,7 +63,7 @@ class RqWorker(Protocol):
         """Return the names of the queues in the order of the command line."""
 
     def beat(self, client: Redis, state: str, job_id: str | None) -> None:
-        """Write RQ's worker hash. job_id: one of the running jobs."""
+        """Write the Redis hash in which RQ keeps this worker. job_id: one of the running jobs; None if no job runs."""
 
 
 def assemble(
@@ -181,12 +181,14 @@ def _clients(connection: Redis, tally: Tally) -> Clients:
     Only the client for users' code resends every command after a lost connection, as RQ's own clients do. Our own code
     decides for each command whether to send it again.
     """
-    count_ours = partial(tally.count_sent, "worker")
-    count_users = partial(tally.count_sent, "functions")
+    count_own_command = partial(tally.count_sent, "worker")
+    count_user_command = partial(tally.count_sent, "functions")
     return Clients(
-        io=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours, on_reply=tally.count_answer),
-        pool=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_ours),
-        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, on_sent=count_users),
+        io=new_client(
+            connection, REDIS_TIMEOUT_S, on_sent=count_own_command, on_reply=tally.count_reply
+        ),
+        pool=new_client(connection, REDIS_TIMEOUT_S, on_sent=count_own_command),
+        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, on_sent=count_user_command),
     )
 
 

@@ -207,13 +207,10 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """If an `rq worker-pool` started this process, stop the pool. Each of its workers would fail alike."""
+        """Stop the `rq worker-pool` that started this process, if any, because all of its workers would fail too."""
         pool = multiprocessing.parent_process()
-        if (
-            pool is not None
-            and pool.pid is not None
-            and "WorkerPool" in multiprocessing.current_process().name
-        ):
+        is_in_pool = "WorkerPool" in multiprocessing.current_process().name
+        if is_in_pool and pool is not None and pool.pid is not None:
             self.log.error(
                 "Worker %s: stopping the pool, none of its workers can start: %s", self.name, error
             )
@@ -263,7 +260,7 @@ class BatchWorker(BaseWorker):
         if self.job_class is not Job:
             raise StartupError(
                 f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: this worker "
-                "ends jobs in the format of RQ's own class; serve functions that need this class by RQ's own worker"
+                "writes jobs in the format of RQ's own class; serve functions that need this class by RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(
@@ -414,7 +411,7 @@ class BatchWorker(BaseWorker):
     # What RQ shows of the worker
 
     def beat(self, client: Redis, state: str, job_id: str | None) -> None:
-        """Write RQ's worker hash: heartbeat, state, and one of the running jobs.
+        """Write the Redis hash in which RQ keeps this worker: heartbeat, state, and one of the running jobs.
 
         Raises NameTaken if the hash belongs to another worker that was started later under this name.
         """

@@ -6,7 +6,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from engine import ConfigError, EngineConfig, check_up
-from jobs.doctor.findings import Examination, Finding, Level, fault, fault_of, missing, ok, warning
+from jobs.doctor.findings import (
+    Examination,
+    Finding,
+    Level,
+    fault,
+    fault_from_text,
+    missing_packages,
+    ok,
+    warning,
+)
 from jobs.errors import DiskFull, JobsError, OutputNotWritable
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from worker.errors import StartupError
@@ -18,7 +27,7 @@ def checks() -> list[Examination]:
     """Return the checks of a worker's machine, in their order."""
     return [
         Examination("settings", _check_settings, limit_s=60),
-        Examination("installation", lambda: missing("worker")),
+        Examination("installation", lambda: missing_packages("worker")),
         Examination("model", _check_model, limit_s=300),  # torch and transformers are imported
         Examination("files", _check_files, limit_s=90),  # a network mount or a store may hang
     ]
@@ -31,7 +40,7 @@ def _check_settings() -> Iterator[Finding]:
         settings.engine_config()  # raises for values that the engine refuses
         load_functions(settings.allowed_functions)
     except (StartupError, ConfigError) as error:
-        yield fault_of("settings", with_variables(str(error)))
+        yield fault_from_text("settings", with_variables(str(error)))
         return
     yield ok("settings", "every TOKENMILL_ variable is known and has a value that can be used")
 
@@ -111,7 +120,7 @@ def _try_to_write(root: str) -> Finding:
         )
         return fault("files", f"{root} cannot be written to ({reason})", mend)
     except JobsError as error:
-        return fault_of("files", str(error))
+        return fault_from_text("files", str(error))
     if not is_stored(root) and shutil.disk_usage(root).free < MIN_BYTES:
         mend = "remove what is not needed there, or let runs write elsewhere (TOKENMILL_DATA_ROOTS)"
         return fault("files", f"{root}: its disk is full, no part of a run fits", mend)

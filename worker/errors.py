@@ -20,9 +20,9 @@ class SettingsError(StartupError):
 
 
 class MetricsNotServed(StartupError):
-    """metrics cannot be served on {host}, port {port} ({error}): set TOKENMILL_METRICS_PORT to a free port, or to a
-    range with a port for each worker here, such as 9464-9471, and TOKENMILL_METRICS_HOST to an address of this
-    machine"""
+    """metrics cannot be served on {host}, port {port} ({error}): set TOKENMILL_METRICS_HOST to an address of this
+    machine, and TOKENMILL_METRICS_PORT to a free port, or to a range with a port for each worker here, such as
+    9464-9471"""
 
 
 class NameTaken(WorkerError):

@@ -58,7 +58,7 @@ class JobEnvironment:
         """Return the job's journal. Its owner is a text that identifies the job, the payload and the model."""
         payload_digest = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
-        # The same payload and the same pin mean the same tokens. The pin covers the model's tokenizer, its chat
+        # The payload and the model's pin decide a prompt's tokens. The pin covers the model's tokenizer, its chat
         # template and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.shared_context.model.pin}"
         tokens_sent: Sequence[SentTokens] = ()

@@ -27,8 +27,8 @@ OVER_S = 20.0
 
 class LastingTrouble:
     """Logs a trouble such as an outage. Logs each kind of error once while the trouble lasts, then the trouble's end.
-    A trouble that comes back within OVER_S counts as lasting. So a trouble that comes and goes does not fill the log.
-    Any thread may use this class.
+    A trouble that comes back within OVER_S of its end counts as lasting, so that a trouble that comes and goes does not
+    fill the log. Any thread may use this class.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LastingTrouble:
             self._end_if_over()
 
     def note_end(self) -> None:
-        """Note that the trouble is certainly over. Logs its end at once, unless the trouble came back within OVER_S."""
+        """Note that the trouble is certainly over. Logs its end at once, unless the trouble comes and goes."""
         with self._lock:
             if self._began_at is None or self._comes_and_goes:
                 self._end_if_over()
@@ -128,7 +128,7 @@ def start_log(
 
 
 def _write_json(worker_name: str, is_asked_for: bool) -> bool:
-    """Write the log as JSON from now on, if structlog is installed. Returns whether it is.
+    """Write the log as JSON from now on. Returns False, and leaves the log as text, if structlog is not installed.
 
     Raises SettingsError if JSON was asked for and structlog is missing.
     """

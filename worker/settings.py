@@ -202,7 +202,7 @@ class WorkerSettings(BaseSettings):
         match = _PORTS.fullmatch(value.strip())
         if match is not None:
             first = int(match["first"])
-            last = int(match["last"] or first)
+            last = int(match["last"] or match["first"])
             if first == 0 and last == 0:
                 return range(0)
             if 0 < first <= last <= 65_535:
@@ -388,9 +388,9 @@ def read_variable(name: str) -> str | None:
 def _check_names(names: Iterable[str]) -> None:
     """Raise SettingsError if some TOKENMILL_ variables, perhaps misspelt, are no settings. The message lists them."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
-    with_prefix = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
+    prefixed_names = {name.upper() for name in names if name.upper().startswith(_PREFIX)}
     lines = []
-    for name in sorted(with_prefix - set(known)):
+    for name in sorted(prefixed_names - set(known)):
         hint = "docs/operator.md lists the settings; unset it"
         similar = get_close_matches(name, known, n=1, cutoff=0.8)
         if similar:

@@ -22,8 +22,8 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Have idle OpenMP threads spin for a moment and then sleep. Call it before torch is loaded.
 
     By default libgomp spins 30 times as long, and a spinning thread holds a processor that other threads need. Without
-    any spinning, each matrix product wakes its threads again, which costs a quarter of the speed on a free machine. The
-    operator's settings (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
+    any spinning, each matrix product wakes its threads again, which costs a quarter of the speed on an idle machine.
+    The operator's settings (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stay. Source: libgomp's manual, GOMP_SPINCOUNT.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
@@ -66,9 +66,10 @@ def leave_out_working_directory() -> None:
         positions = [position for position, folder in enumerate(sys.path) if folder == "."]
         del sys.path[positions[-1]]  # the last one, because RQ's command adds it at the end
 
-    # `python -m` puts the working directory first.
-    is_run_as_module = sys.modules["__main__"].__spec__ is not None and not sys.flags.safe_path
-    if is_run_as_module and sys.path[0] in ("", os.getcwd()):
+    # `python -m` puts the working directory first, unless Python was started with -P.
+    is_run_as_module = sys.modules["__main__"].__spec__ is not None
+    python_adds_directory = is_run_as_module and not sys.flags.safe_path
+    if python_adds_directory and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
 
 
@@ -84,9 +85,11 @@ def share_freed_memory() -> None:
     """Let every thread use memory that another thread has freed. Call it before threads are started.
 
     When shards are processed, one thread allocates memory and another frees it. pyarrow's own allocator keeps such
-    memory: after 4,000 shards it held 38 MiB, of which 5 MiB were in use. glibc has an arena for each thread, so the
-    threads that read shards cannot use memory that the planning thread has freed. Growing blocks leave gaps in glibc's
-    heap: 10 MiB within 3,000 shards. An engine on a CPU sets glibc's values again when it is loaded
+    memory: after 4,000 shards it held 38 MiB, of which 5 MiB were in use. So glibc's allocator takes its place.
+
+    All threads get one arena of glibc. With an arena for each thread, the threads that read shards could not use memory
+    that the planning thread has freed. Large blocks are kept out of glibc's heap, because growing blocks leave gaps
+    there: 10 MiB within 3,000 shards. An engine on a CPU sets glibc's values again when it is loaded
     (engine/run/forward/memory.py).
 
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. With a C library

@@ -45,12 +45,12 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         assert task is not None, function_name
         job = _current_job()
         engine = _engine()
-        opened = task.open(_context(job, engine.attention_backend))
+        open_task = task.open(_context(job, engine.attention_backend))
         try:
-            drive(opened, engine)
-            return opened.result()
+            drive(open_task, engine)
+            return open_task.result()
         finally:
-            opened.close()
+            open_task.close()
 
 
 @contextmanager
@@ -68,15 +68,15 @@ def _retried_after_server_faults_only() -> Iterator[None]:
 def drive(task: OpenTask, engine: Engine) -> None:
     """Feed an open task's requests to the engine, and deliver the completions, until no request is left.
 
-    After an error or timeout no request stays in the engine. In a `SimpleWorker` the next job uses the same engine and
-    the same request ids.
+    After an error or timeout no request stays in the engine, because in a `SimpleWorker` the next job uses the same
+    engine and the same request ids.
     """
     numbers = count()
     requests = task.requests()
     pending: dict[int, _Pending] = {}
     try:
         while True:
-            # Fill the engine. When the stream of requests ends, the task begins another one if the completions that
+            # Fill the engine. When the stream of requests ends, the task begins another stream if the completions that
             # were delivered have led to more requests.
             while len(pending) < MAX_PENDING:
                 request = next(requests, None)

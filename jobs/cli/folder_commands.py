@@ -116,11 +116,12 @@ def _check_error_options(
     """Raise UsageError if options of `errors` do not go together."""
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without --retry there is no run to await")
-    if cut and retry is not None and max_tokens is None:
+    retries_cut_rows = cut and retry is not None
+    if retries_cut_rows and max_tokens is None:
         raise click.UsageError(
             "--retry with --cut needs --max-tokens: the old limit would cut the rows again"
         )
-    if max_tokens is not None and not (cut and retry):
+    if max_tokens is not None and not retries_cut_rows:
         raise click.UsageError(
             "--max-tokens is for --retry with --cut: without --cut only rows with an error are asked"
         )
@@ -312,8 +313,8 @@ def _errors_text(
 ) -> str:
     """Return what `errors` prints for people: a table of the reasons, and a table of the rows if there are any."""
     num_errors = reasons.rows - reasons.rows_with(CUT)  # a cut answer is no error
-    noun = f"{plural('row', num_errors)} "
-    outcome = outcome_text(num_errors, failed_checks, num_cut, noun=noun)
+    noun_with_blank = f"{plural('row', num_errors)} "
+    outcome = outcome_text(num_errors, failed_checks, num_cut, noun=noun_with_blank)
     if not reasons.rows:
         if not failed_checks and not num_cut:
             outcome = NO_FAILED_ROW
@@ -322,14 +323,15 @@ def _errors_text(
     for reason in reasons.commonest(MAX_REASONS):
         examples = ", ".join(map(str, reason.examples))
         by_reason.append((str(reason.rows), examples, safe_name(reason.text, MAX_TEXT_CHARS)))
-    lines = [f"run {run}: {outcome}", table(("ROWS", "SUCH AS", "REASON"), by_reason, ("ROWS",))]
+    heads = ("ROWS", "SUCH AS", "REASON")
+    lines = [f"run {run}: {outcome}", table(heads, by_reason, numbers=["ROWS"])]
     if rows:
         by_row = []
         for row in rows:
             file = safe_name(row.file, MAX_TEXT_CHARS)
             by_row.append((str(row.row), file, str(row.file_row), safe_name(row.reason)))
-        heads = ("ROW", "FILE", "ITS ROW", "REASON")
-        lines += ["", table(heads, by_row, ("ROW", "ITS ROW"))]
+        row_heads = ("ROW", "FILE", "ITS ROW", "REASON")
+        lines += ["", table(row_heads, by_row, numbers=["ROW", "ITS ROW"])]
     return "\n".join(lines)
 
 
@@ -379,7 +381,8 @@ def report(
 
     RUN is the run's id or its output folder, on this machine or in a store whose keys are in the environment.
     """
-    if (prompts or price_per_hour is not None) and out is None:
+    needs_new_page = prompts or price_per_hour is not None
+    if needs_new_page and out is None:
         raise click.UsageError(
             "--price-per-hour and --prompts make another page: name a file for it with --out"
         )
@@ -394,7 +397,8 @@ def report(
     if out is None:
         click.echo(os.path.join(folder, REPORT))
         return
-    if Path(out).resolve().is_relative_to(Path(folder).resolve()):
+    real_folder = Path(folder).resolve()
+    if Path(out).resolve().is_relative_to(real_folder):
         raise InvalidJob(
             f"{out} lies in the folder of a finished run, which must not change: name a file elsewhere"
         )

@@ -70,16 +70,17 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     workers = read_workers(connection)
     # Workers have recorded these two values, which are outdated if Redis is full. The present values replace them below
     # if this Redis user may read them. A producer's user may not.
-    claimed = claimed_jobs(workers)
+    num_claimed_by_queue = claimed_jobs(workers)
     is_suspended = are_suspended(workers)
     with suppress(NoPermissionError):
-        claimed = count_claimed(connection, shown_names)
+        num_claimed_by_queue = count_claimed(connection, shown_names)
         is_suspended = bool(connection.exists(SUSPENDED_KEY))
 
     missing = []
     for queue in count_queues(connection, shown_names):
         if _exists(queue, known_names):
-            click.echo(_queue_line(queue, claimed.get(queue.name, 0)))
+            num_claimed = num_claimed_by_queue.get(queue.name, 0)
+            click.echo(_queue_line(queue, num_claimed))
         else:
             missing.append(queue.name)
     for worker in workers:
@@ -96,8 +97,9 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
 
 def _exists(queue: QueueCounts, known_names: list[str]) -> bool:
-    """Whether there is a queue. known_names: RQ's list, which can lack a queue that still has jobs."""
-    return queue.name in known_names or any(queue.counts.values())
+    """Whether a queue exists. known_names: RQ's list, which can lack a queue that still has jobs."""
+    has_jobs = any(queue.counts.values())
+    return has_jobs or queue.name in known_names
 
 
 def _no_queue_error(missing: list[str], known_names: list[str]) -> click.ClickException:
@@ -182,13 +184,13 @@ def _check_producer(connection: redis.Redis, queue: str, producer: str) -> None:
 
 
 def _print_producers(connection: redis.Redis, queue: str) -> None:
-    """Print how many jobs of each producer wait on a queue, and the command that stops them."""
+    """Print how many jobs of each producer wait on a queue, and the command that cancels them."""
     producers = read_producers(connection, queue)
     head_age_s = head_ages(connection, [queue], time.time()).get(queue)
-    since = ""
+    first_waiting_text = ""
     if producers.num_waiting and head_age_s is not None:
-        since = f", the first for {duration_text(head_age_s)}"
-    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
+        first_waiting_text = f", the first for {duration_text(head_age_s)}"
+    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{first_waiting_text}")
     rows = []
     for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
         shown_count = str(producers.estimate(name))
@@ -201,7 +203,7 @@ def _print_producers(connection: redis.Redis, queue: str) -> None:
             f"{producers.num_read:,} of them were read, spread over the queue: a producer with few jobs may be missing"
         )
     if rows:
-        click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
+        click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, numbers=["JOBS"]))
     num_more = len(producers.num_jobs) - len(rows)
     if num_more:
         click.echo(f"and {num_more} {plural('producer', num_more)} with fewer jobs")
@@ -334,8 +336,8 @@ def requeue_command(
     if cancelled:
         problems.append(f"{len(cancelled)} not requeued: {_names(cancelled)}: {RESUBMIT}")
     if missing and is_all:
-        are = "is" if len(missing) == 1 else "are"
-        problems.append(f"{len(missing)} {are} listed as failed but gone: {_names(missing)}")
+        verb = "is" if len(missing) == 1 else "are"
+        problems.append(f"{len(missing)} {verb} listed as failed but gone: {_names(missing)}")
     elif missing:
         problems.append(f"not among the failed jobs of {safe_name(queue)}: {_names(missing)}")
     if problems and not is_all:
@@ -408,7 +410,8 @@ def _print_finding(finding: Finding) -> None:
     level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
     click.echo(f"{level} {finding.subject:13} {finding.text}")
     if finding.mend:
-        click.echo(f"{'':22} -> {finding.mend}")
+        indent = " " * 22  # the width of the two columns before the text
+        click.echo(f"{indent} -> {finding.mend}")
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:

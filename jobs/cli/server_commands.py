@@ -145,7 +145,8 @@ def limit_command(
 ) -> None:
     """Limit what PROJECT's clients take, and print the limits.
 
-    The options replace all earlier limits. A limit without an option is lifted. Without options nothing changes.
+    The options replace all earlier limits: a limit whose option is left out is lifted. If no option is given, nothing
+    changes.
     """
     has_limits = any(limit is not None for limit in limits.values())
     if has_limits and is_unlimited:

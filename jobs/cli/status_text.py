@@ -115,7 +115,7 @@ class Lines:
         self._print(line)
 
     def warn(self, text: str) -> None:
-        """Print a line that is no progress."""
+        """Print a warning between the lines of progress."""
         self._print(text)
 
     def _print(self, line: str) -> None:
@@ -176,7 +176,9 @@ def status_text(snapshot: RunSnapshot, num_gone_parts: int = 0) -> str:
             lines.append(f"left     {time_left}")
         if snapshot.deadline is not None and not snapshot.finished:
             lines.append(f"deadline {deadline_text(snapshot)}")
-    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone_parts, snapshot.output)])
+    lines += verdict(snapshot)
+    lines += gone_text(num_gone_parts, snapshot.output)
+    return "\n".join(lines)
 
 
 def deadline_text(snapshot: RunSnapshot) -> str:
@@ -195,7 +197,7 @@ def gone_text(num_gone_parts: int, folder: str) -> list[str]:
     if not num_gone_parts:
         return []
     parts = "part is" if num_gone_parts == 1 else "parts are"
-    remedy = f"submit into another folder with --reuse {folder}, which computes what is missing"
+    remedy = f"to compute what is missing, submit into another folder with --reuse {folder}"
     return [f"but      {num_gone_parts} {parts} gone: {remedy}"]
 
 

@@ -39,7 +39,7 @@ MAX_ROWS_READ = 1_000_000
 #: A run's time usually lies between these multiples of the time that its tried rows suggest. It did so in 22 of 23 runs
 #: of the demo's model, on two cores with other work. There were runs of each kind, and most took 5 to 30 s. Without
 #: other work, a run's time varies less.
-RANGE = (0.7, 2.4)
+LIKELY_MULTIPLES = (0.7, 2.4)
 
 
 @click.command()
@@ -64,7 +64,8 @@ def preview(
         _show(row)
     for line in _reasons(result):
         click.echo(line, err=True)
-    sys.exit(1 if result["rows_failing"] or result["num_failed"] else 0)
+    has_failures = result["rows_failing"] or result["num_failed"]
+    sys.exit(1 if has_failures else 0)
 
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
@@ -86,7 +87,7 @@ def _lines_of_all_rows(result: dict[str, Any]) -> list[str]:
     for reason in _reasons(result):
         lines.append(f"         {reason}")
     repeated_rows = _counted(result["rows_repeated"], "row")
-    verb = "repeats" if repeated_rows == "1 row" else "repeat"
+    verb = "repeats" if round(result["rows_repeated"]) == 1 else "repeat"
     lines += [
         f"asked    {_counted(result['requests'], 'prompt')}; {repeated_rows} {verb} an earlier one",
         f"prompts  {_counted(result['prompt_tokens'], 'token')}; shared beginnings of the asked prompts save about "
@@ -133,14 +134,14 @@ def _lines_of_tried_rows(result: dict[str, Any], price_per_hour: float | None) -
         lines.append(f"but      {num_failed} of the {num_tried} rows that were tried failed{why}")
     if price_per_hour is not None:
         price = seconds / 3600 * price_per_hour
-        low, high = [price_text(price * factor) for factor in RANGE]
+        low, high = [price_text(price * factor) for factor in LIKELY_MULTIPLES]
         lines.append(f"cost     {low} to {high} at {price_per_hour:g} an hour")
     return lines
 
 
 def duration_range(seconds: float) -> str:
     """Return the likely range of a run's time. seconds: the time that its tried rows suggest."""
-    low, high = [duration_text(seconds * factor) for factor in RANGE]
+    low, high = [duration_text(seconds * factor) for factor in LIKELY_MULTIPLES]
     if low == high:
         return f"about {low}"
     return f"{low} to {high}"
@@ -168,7 +169,7 @@ def survey(
 def try_job(
     connection: redis.Redis,
     queue: str,
-    function: str,
+    function_name: str,
     arguments: Mapping[str, Any],
     model: str | None = None,
 ) -> dict[str, Any]:
@@ -177,12 +178,12 @@ def try_job(
     try:
         with connection.pipeline() as pipe:
             job_queue(connection, queue).enqueue_call(
-                function,
+                function_name,
                 kwargs=dict(arguments),
                 timeout=TIMEOUT_S,
                 result_ttl=TIMEOUT_S,
                 failure_ttl=TIMEOUT_S,
-                description=function,
+                description=function_name,
                 job_id=job_id,
                 pipeline=pipe,
             )

@@ -228,14 +228,14 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])
-    in_table = []
+    shown_runs = []
     num_ended = 0
     for run in snapshots:
         if not run.is_active:
             num_ended += 1
         if run.is_active or num_ended <= MAX_ENDED:
-            in_table.append(run)
-    return runs_table(in_table, time.time())
+            shown_runs.append(run)
+    return runs_table(shown_runs, time.time())
 
 
 def show_or_watch(
@@ -249,7 +249,8 @@ def show_or_watch(
 
     watch: whether to print it again every WATCH_EVERY_S, until Ctrl-C. On a terminal, the screen is cleared each time.
     is_over: returns whether the text is final.
-    warn: prints what is wrong with Redis, above each text. It prints nothing during an outage, which the text reports.
+    warn: prints what is wrong with Redis, above each text. Its errors during an outage are dropped, because the text
+    reports the outage.
     """
     warn()
     click.echo(show())
@@ -323,13 +324,13 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     """Return a worker's cells of the table. An empty cell is "-"."""
     # A silent worker's last sample is outdated, because other workers take over its jobs. So most cells stay empty.
     state = "silent"
-    up = ""
+    uptime = ""
     memory = ""
     held_jobs = ""
     activity: tuple[str, ...] = ("", "", "")
     if not worker.is_silent:
         state = worker.state
-        up = duration_text(worker.up_s)
+        uptime = duration_text(worker.up_s)
         held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
         activity = (
             f"{worker.num_requests_running}/{worker.max_num_seqs}",
@@ -348,7 +349,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         release_text(worker.version, worker.commit),
         worker.host,
         pid,
-        up,
+        uptime,
         memory,
         " ".join(worker.queues),
         held_jobs,

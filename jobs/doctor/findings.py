@@ -32,7 +32,7 @@ warning = partial(Finding, Level.WARNING)
 fault = partial(Finding, Level.FAULT)
 
 
-def fault_of(subject: str, error: str) -> Finding:
+def fault_from_text(subject: str, error: str) -> Finding:
     """Split the text of one of our errors into problem and remedy, and return them as a fault.
 
     The text has the form "problem (why): remedy" or "problem; remedy". Any other text is a problem without a remedy.
@@ -44,7 +44,7 @@ def fault_of(subject: str, error: str) -> Finding:
 
 
 class Examination(NamedTuple):
-    """Checks of a subject. check: makes the checks, and yields findings. limit_s: the most seconds that they take."""
+    """Checks of one subject. check: makes them, and yields their findings. limit_s: the most seconds for all checks."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]
@@ -107,7 +107,7 @@ OPTIONAL = frozenset(
 )
 
 
-def missing(extra: str) -> Iterator[Finding]:
+def missing_packages(extra: str) -> Iterator[Finding]:
     """Yield a finding for each package of an extra that is not installed."""
     for line in requires("tokenmill") or ():
         # A line looks like `numpy>=2.0; extra == "worker"`.

@@ -83,13 +83,15 @@ def reach(url: str) -> Server:
 def not_served(url: str, error: RedisError) -> Finding:
     """Return the fault for a server that does not serve us. error: what the client raised."""
     user, address = _user_and_address(url)
+    # A server that refuses a password has answered, although redis-py derives this error from its ConnectionError.
+    is_unanswered = isinstance(error, _NO_ANSWER) and not isinstance(error, AuthenticationError)
     # This is the fault unless one of the cases below fits better.
     problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
         problem = "does not serve yet"
         mend = "wait: it reads what it has kept on its disk, and serves once that is done"
-    elif isinstance(error, _NO_ANSWER) and not isinstance(error, AuthenticationError):
+    elif is_unanswered:
         problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
         if url.startswith("rediss:"):
@@ -280,16 +282,17 @@ _WORKERS = """
     memory usage K; subscribe C; unsubscribe C
 """
 _DASHBOARDS = "ltrim K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a"
-_WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
+_PLACEHOLDERS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, each as a tuple of its words."""
+    # Every role needs the producers' commands.
     further_commands = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
     lines = f"{_PRODUCERS}\n{further_commands[role]}"
     commands = []
     for command in lines.replace("\n", ";").split(";"):
-        words = tuple(_WORDS.get(word, word) for word in command.split())
+        words = tuple(_PLACEHOLDERS.get(word, word) for word in command.split())
         if words:
             commands.append(words)
     return commands
@@ -298,13 +301,14 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Yield one finding: whether this user may do all that a role needs. A fault names the missing rules."""
     # The commands that test whether the user may use the role's keys, each with the pattern of the keys.
-    pattern_of: dict[tuple[str, ...], str] = {}
+    pattern_of_command: dict[tuple[str, ...], str] = {}
     for pattern in map(prefixed, KEYS[role].split()):
         command = ("set", pattern.replace("*", "a"), "1")
-        pattern_of[command] = pattern
+        pattern_of_command[command] = pattern
+    commands = [*pattern_of_command, *commands_of(role)]
     missing_rules: dict[str, None] = {}  # a set that keeps its order
-    for words, refusal in _refusals(server.client, [*pattern_of, *commands_of(role)]):
-        rule = _missing_rule(words, refusal, pattern_of.get(tuple(words)))
+    for words, refusal in _refusals(server.client, commands):
+        rule = _missing_rule(words, refusal, pattern_of_command.get(tuple(words)))
         if rule is not None:
             missing_rules[rule] = None
     if not missing_rules:
@@ -325,8 +329,10 @@ def _missing_rule(words: Sequence[str], refusal: str, key_pattern: str | None) -
     key_pattern: the pattern of the keys, if the command tests whether the user may use them; None for other commands.
     """
     if " key" in refusal:  # Redis 6 says "one of the keys", later versions say "a key"
-        # Without a pattern, this tests the command and not its key. Other commands test the keys.
-        return None if key_pattern is None else f"~{key_pattern}"
+        if key_pattern is None:
+            # The command's key is only an example. Other commands test the keys.
+            return None
+        return f"~{key_pattern}"
     if " channel" in refusal:
         return f"&{RQ}:pubsub:*"
     if not refusal:
@@ -349,7 +355,8 @@ def _refusals(
         connection.send_command("MULTI")
         refusal = _refusal(connection)
         if refusal:
-            # Outside a transaction the commands would be carried out.
+            # The user may not send MULTI, and outside a transaction the commands would be carried out. The category
+            # @transaction holds MULTI and DISCARD.
             yield ("@transaction",), refusal
             return
         connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))

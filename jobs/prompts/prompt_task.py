@@ -67,7 +67,7 @@ class PromptTask(Task):
     tokens_are_text: bool = True
     way: Way | None = None
 
-    def made(self, context: JobContext) -> "PromptTask":
+    def task_to_open(self, context: JobContext) -> "PromptTask":
         """Return the task with its adapter's name replaced by the adapter's pinned text; see Adapters.pin.
 
         `model` may be the name of an adapter.
@@ -103,8 +103,8 @@ class PromptTask(Task):
         return replace(self, prompts=prompts, model=model, sampling=sampling)
 
     def open(self, context: JobContext) -> OpenTask:
-        """Check the job, and return its open task. Raises the errors of `made` and `check`."""
-        task = self.made(context)
+        """Check the job, and return its open task. Raises the errors of `task_to_open` and `check`."""
+        task = self.task_to_open(context)
         task.check(context)
         return OpenPrompts(context, task)
 

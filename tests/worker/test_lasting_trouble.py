@@ -108,7 +108,7 @@ def test_the_first_answer_after_an_outage_is_logged_at_once(
         raise RedisConnectionError("gone")
 
     def sync(clock: RedisClock, client: Redis) -> None:
-        whole.tally.count_answer(0.001)
+        whole.tally.count_reply(0.001)
 
     with monkeypatch.context() as patch:
         patch.setattr(whole.runner, "renew", fail)
@@ -166,8 +166,8 @@ def test_a_slow_redis_is_two_lines_of_the_log(
     whole: WholeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(10):
-        whole.tally.count_answer(SLOW_S + 1)
-        whole.tally.count_answer(0.001)
+        whole.tally.count_reply(SLOW_S + 1)
+        whole.tally.count_reply(0.001)
         assert whole.turn()
     assert len(lines(caplog, "Redis took 2.0 s to answer")) == 1
     assert all(whole.turn() for _ in range(1 + int(OVER_S / TURN_S) + 1))

@@ -72,8 +72,8 @@ def busy_counts() -> Tally:
     times = RequestMetrics(arrival_time=1.0, first_token_time=1.2, finished_time=4.0)
     counts.count_sample(Completion("r", 0, [1], "a", "stop", 1, 0, metrics=times))
     counts.count_sample(Completion("r", 0, [], "", "error", 1, 0))
-    counts.count_lost()
-    counts.count_lost()
+    counts.count_lost_claim()
+    counts.count_lost_claim()
     counts.count_redis_error(TimeoutError())
     for _ in range(3):
         counts.count_sent("worker")

@@ -102,7 +102,12 @@ def sent(traces: OtelTraces, collector: Collector, meta: Any = META, **how: Any)
         told = RequestMetrics(at - 4, at - 3 + index, at - 2)
         trace.note_sample(Completion("r", index, [1, 2, 3], SECRET, "stop", 7, 4, metrics=told))
     trace.finished_at = now - 2
-    usual = {"outcome": "finished", "reason": "", "is_function": False, "function": "jobs.chat"}
+    usual = {
+        "outcome": "finished",
+        "reason": "",
+        "is_function": False,
+        "function_name": "jobs.chat",
+    }
     times = {"enqueued_at": now - 6, "began_at": now - 4, "ended_at": now - 1}
     usual |= {"job_id": "one", "queue": "prompts"}
     traces.note_end(trace, EndedJob(**{**usual, **times, **how}), written_at=now)
@@ -194,9 +199,9 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     assert own is not None
     shard = every.begin("f" * 32, every.carrier(EXECUTION, {}))
     assert shard is not None
-    assert shard.ids.parent is not None
-    above = shard.ids.parent.trace_id, shard.ids.parent.span_id
-    assert above == (own.ids.span.trace_id, own.ids.span.span_id)
+    assert shard.contexts.parent is not None
+    above = shard.contexts.parent.trace_id, shard.contexts.parent.span_id
+    assert above == (own.contexts.span.trace_id, own.contexts.span.span_id)
     [root] = [span for span in sent(every, collector, {}) if span.name == "jobs.chat"]
     assert root.parent_span_id == b""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")

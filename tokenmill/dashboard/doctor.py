@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 
-from jobs.doctor.findings import Examination, Finding, fault, missing, ok
+from jobs.doctor.findings import Examination, Finding, fault, missing_packages, ok
 from tokenmill.dashboard.serve import check_tokens
 from tokenmill.serving import NotServed
 
@@ -15,7 +15,7 @@ def checks() -> list[Examination]:
 
 def _check() -> Iterator[Finding]:
     """Check that the dashboard's packages are installed, and that its tokens are right."""
-    yield from missing("dashboard")
+    yield from missing_packages("dashboard")
     try:
         tokens = check_tokens(os.environ, "127.0.0.1")
     except NotServed as error:

@@ -312,7 +312,7 @@ class IoLoop:
 
     def _talk_to_redis(self, moment: float) -> None:
         """Carry out all duties that need Redis. An outage delays them, and the engine goes on meanwhile."""
-        num_answers = self._runner.tally.num_answers
+        num_replies_before = self._runner.tally.num_replies
         try:
             refusals = []
             for duty in self._duties:
@@ -323,9 +323,9 @@ class IoLoop:
                 raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
-            # Many turns send nothing to Redis. Only an answer shows that an outage is over.
-            has_answered = self._runner.tally.num_answers > num_answers
-            if has_answered:
+            # Many turns send nothing to Redis. Only a reply shows that an outage is over.
+            has_replied = self._runner.tally.num_replies > num_replies_before
+            if has_replied:
                 self._outage.note_end()
             else:
                 self._outage.note_absence()

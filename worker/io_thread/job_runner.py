@@ -364,7 +364,7 @@ class JobRunner:
         self._let_go(job)
         self._beginnings.forget(job)
         if not is_written:
-            self.tally.count_lost()
+            self.tally.count_lost_claim()
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
             )
@@ -490,7 +490,7 @@ class JobRunner:
         self._log.warning(
             "job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id
         )
-        self.tally.count_lost()
+        self.tally.count_lost_claim()
         self._withdraw_all([job])
 
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:

@@ -411,7 +411,7 @@ class TaskFiles:
         call = planning_job.call
         if call is None:
             return
-        is_interrupted = call.error is not None
+        is_interrupted = call.pending_interrupt is not None
         if not is_interrupted and call.silent_s > self._limit_s:
             planning_job.interrupt_function(self._plan_timeout)
 

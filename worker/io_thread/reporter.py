@@ -94,7 +94,7 @@ class Reporter:
         else:
             self._skew.note_absence()
 
-        slowest_s = self._runner.tally.take_slowest()
+        slowest_s = self._runner.tally.take_slowest_reply_s()
         if slowest_s > SLOW_S:
             self._slowness.note(
                 "slow",

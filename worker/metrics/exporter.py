@@ -23,17 +23,17 @@ _HISTOGRAM = HistogramMetricFamily
 
 
 class _Metric(NamedTuple):
-    """A metric. rows: the values of its labels, each with a number or a Histogram."""
+    """A metric. values_by_labels: a number or a Histogram for each combination of the labels' values."""
 
-    family: Any
+    family_class: Any
     name: str
     help: str
     labels: Sequence[str]
-    rows: Iterable[tuple[Sequence[str], Any]]
+    values_by_labels: Iterable[tuple[Sequence[str], Any]]
 
 
 def _by_label(values: Mapping[str, Any]) -> list[tuple[tuple[str], Any]]:
-    """Return the rows of a metric with one label. values: a number or a Histogram for each value of the label."""
+    """Return the `values_by_labels` of a metric with one label. values: the numbers or Histograms by label value."""
     return [((label_value,), value) for label_value, value in values.items()]
 
 
@@ -78,8 +78,8 @@ class _WorkerCollector(Collector):
             *self._request_metrics(),
         )
         for metric in metrics:
-            family = metric.family(metric.name, metric.help, labels=metric.labels)
-            for label_values, value in metric.rows:
+            family = metric.family_class(metric.name, metric.help, labels=metric.labels)
+            for label_values, value in metric.values_by_labels:
                 if isinstance(value, Histogram):
                     family.add_metric(label_values, value.cumulative(), value.total)
                 else:
@@ -96,31 +96,34 @@ class _WorkerCollector(Collector):
         name = safe_name(str(facts.get("worker", "")))
         state = self._counts.statistics.state
         queues = ",".join(self._queue_names)
-        this_worker = [((name, state, queues), 1)]
+        # The labels say everything, so the value is always 1.
+        worker_info = [((name, state, queues), 1)]
         yield _Metric(
-            _GAUGE, "rq_workers", "This worker.", ("name", "state", "queues"), this_worker
+            _GAUGE, "rq_workers", "This worker.", ("name", "state", "queues"), worker_info
         )
 
         fact_names = ("dtype", "attention_backend", "version")
         fact_values = [str(facts.get(fact_name, "")) for fact_name in fact_names]
-        served = [((name, self._model, *fact_values), 1)]
+        model_info = [((name, self._model, *fact_values), 1)]
         labels = ("name", "model_name", *fact_names)
-        yield _Metric(_GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served)
+        yield _Metric(
+            _GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, model_info
+        )
 
     def _job_metrics(self) -> Iterator[_Metric]:
         """Yield the metrics of jobs."""
         counts = self._counts
-        held = []
+        held_jobs = []
         for queue in self._queue_names:
             for kind in ("engine", "function"):
                 num_held = counts.statistics.held_by_kind.get((queue, kind), 0)
-                held.append(((queue, kind), num_held))
+                held_jobs.append(((queue, kind), num_held))
         yield _Metric(
             _GAUGE,
             "tokenmill_jobs_held",
             "Jobs claimed here and not ended.",
             ("queue", "kind"),
-            held,
+            held_jobs,
         )
 
         # `dict` makes a copy, here and below, because the I/O thread may add a label meanwhile.
@@ -130,9 +133,12 @@ class _WorkerCollector(Collector):
         yield _Metric(_COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, jobs)
         yield _Metric(_COUNTER, "tokenmill_rows", "Rows of finished shards.", labels, rows)
 
-        lost = [((), counts.claims_lost)]
         yield _Metric(
-            _COUNTER, "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", (), lost
+            _COUNTER,
+            "tokenmill_claims_lost",
+            "Jobs cancelled or taken over while held.",
+            labels=(),
+            values_by_labels=[((), counts.claims_lost)],
         )
         yield self._takeovers()
         yield _Metric(
@@ -160,17 +166,17 @@ class _WorkerCollector(Collector):
     def _takeovers(self) -> _Metric:
         """Return the metric of jobs that were taken over."""
         # Prometheus shows no increase for a counter that begins at 1, so the counter for the first death begins at 0.
-        num_by_deaths = {(queue, 1): 0 for queue in self._queue_names}
-        num_by_deaths.update(dict(self._counts.takeovers))
-        rows = []
-        for (queue, deaths), number in num_by_deaths.items():
-            rows.append(((queue, str(deaths)), number))
+        num_takeovers = {(queue, 1): 0 for queue in self._queue_names}
+        num_takeovers.update(dict(self._counts.takeovers))
+        takeovers = []
+        for (queue, deaths), num_jobs in num_takeovers.items():
+            takeovers.append(((queue, str(deaths)), num_jobs))
         return _Metric(
             _COUNTER,
             "tokenmill_jobs_taken_over",
             "Jobs taken over from dead workers, or after a fault, by the number of deaths and faults of the job.",
             ("queue", "deaths"),
-            rows,
+            takeovers,
         )
 
     def _redis_metrics(self) -> Iterator[_Metric]:
@@ -192,10 +198,10 @@ class _WorkerCollector(Collector):
             _by_label(num_errors),
         )
 
-    def _of_model(self, family: Any, name: str, help_text: str, value: Any) -> _Metric:
+    def _of_model(self, family_class: Any, name: str, help_text: str, value: Any) -> _Metric:
         """Return a metric whose only label is the model. name: without `tokenmill_`. value: a number or Histogram."""
         return _Metric(
-            family, f"tokenmill_{name}", help_text, ("model_name",), [((self._model,), value)]
+            family_class, f"tokenmill_{name}", help_text, ("model_name",), [((self._model,), value)]
         )
 
     def _batch_metrics(self) -> Iterator[_Metric]:
@@ -254,20 +260,20 @@ class _WorkerCollector(Collector):
         num_steps_by_size = stats.get("batch_sizes", ())
         if num_steps_by_size:
             num_bounds = len(num_steps_by_size) - 1
-            batch_sizes = Histogram([1 << i for i in range(num_bounds)])
+            batch_sizes = Histogram([2**i for i in range(num_bounds)])
             batch_sizes.counts = list(num_steps_by_size)
             batch_sizes.total = stats.get("num_scheduled", 0)
             yield of_model(_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes)
 
-        seconds = []
+        step_seconds = []
         for part, part_s in stats.get("step_seconds", {}).items():
-            seconds.append(((self._model, part), part_s))
+            step_seconds.append(((self._model, part), part_s))
         yield _Metric(
             _COUNTER,
             "tokenmill_step_seconds",
             "Time of steps by part.",
             ("model_name", "part"),
-            seconds,
+            step_seconds,
         )
 
     def _request_metrics(self) -> Iterator[_Metric]:
@@ -277,21 +283,21 @@ class _WorkerCollector(Collector):
             _HISTOGRAM,
             "time_to_first_token_seconds",
             "From a request's arrival in the engine to its first token.",
-            counts.first_token,
+            counts.times_to_first_token,
         )
         yield self._of_model(
             _HISTOGRAM,
             "e2e_request_latency_seconds",
             "From a request's arrival in the engine to its end.",
-            counts.e2e,
+            counts.e2e_latencies,
         )
-        samples = []
-        for reason, number in dict(counts.requests).items():
-            samples.append(((self._model, reason), number))
+        ended_samples = []
+        for reason, num_samples in dict(counts.samples).items():
+            ended_samples.append(((self._model, reason), num_samples))
         yield _Metric(
             _COUNTER,
             "tokenmill_request_success",
             "Samples by how they ended.",
             ("model_name", "finished_reason"),
-            samples,
+            ended_samples,
         )

@@ -27,7 +27,7 @@ class WatchedIo(WatchedEngine, Protocol):
 
     @property
     def why_not_claiming(self) -> str | None:
-        """Why the worker claims nothing; None if it claims."""
+        """Why the worker claims no jobs; None if it claims jobs."""
 
     @property
     def warning(self) -> str:
@@ -48,7 +48,7 @@ class Health:
         self._io = io
 
     def why_dead(self) -> str:
-        """Say why the worker must be restarted; empty if it is alive. A worker that loads its model counts as alive."""
+        """Say why the worker must be restarted; empty if it is alive. While the model loads, the worker is alive."""
         if self._engine is None or self._io is None:
             return ""
         for name, loop in (("engine", self._engine), ("I/O", self._io)):

@@ -38,10 +38,10 @@ class MetricsServer:
         self.health = Health()
         self._exporter = Exporter()
         self._listener = _listen(host, ports)
-        # The open connections, the oldest first.
-        self._open: dict[asyncio.StreamWriter, None] = {}
+        # The oldest connection is first.
+        self._open_connections: dict[asyncio.StreamWriter, None] = {}
         self._loop = asyncio.new_event_loop()
-        self._ended = asyncio.Event()
+        self._close_requested = asyncio.Event()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete,
             args=(self._serve(),),
@@ -73,7 +73,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop listening, and close the connections of requests under way."""
-        self._loop.call_soon_threadsafe(self._ended.set)
+        self._loop.call_soon_threadsafe(self._close_requested.set)
         self._thread.join()
         self._loop.close()
 
@@ -82,31 +82,31 @@ class MetricsServer:
         server = await asyncio.start_server(
             self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
         )
-        await self._ended.wait()
-        # Stop accepting connections before the server closes. A server that closes leaves a connection open if it has
-        # accepted the connection but does not serve it yet.
+        await self._close_requested.wait()
+        # Stop accepting connections first: `server.close` would leave a connection open that was accepted but is not
+        # served yet.
         self._loop.remove_reader(self._listener)
-        # Besides this task, each accepted connection has a task, even if the connection is not served yet.
+        # Wait until only this task is left. Each accepted connection has a task, even if it is not served yet.
         while len(asyncio.all_tasks()) > 1:
-            for writer in self._open:
+            for writer in self._open_connections:
                 writer.transport.abort()
             await asyncio.sleep(0)
         server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection. If too many are open, close the oldest."""
-        if len(self._open) >= MAX_REQUESTS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
+        if len(self._open_connections) >= MAX_REQUESTS:
+            oldest = next(iter(self._open_connections))
+            del self._open_connections[oldest]
             oldest.transport.abort()
-        self._open[writer] = None
+        self._open_connections[writer] = None
         try:
             with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
                 # These errors are the client's fault, so they are not logged.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:
-            self._open.pop(writer, None)
+            self._open_connections.pop(writer, None)
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -32,7 +32,7 @@ OTHER = "other"
 class EndedJob:
     """A job that has ended on this worker.
 
-    function: the name of its function; "refused" if the job was refused before the name was read.
+    function_name: the name of its function; "refused" if the job was refused before the name was read.
     is_function: whether the job called a function that needs no engine.
     outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
     enqueued_at, began_at, ended_at: Unix seconds; None if not known. The producer wrote enqueued_at.
@@ -42,7 +42,7 @@ class EndedJob:
 
     queue: str
     job_id: str
-    function: str
+    function_name: str
     is_function: bool
     outcome: str
     reason: str
@@ -75,13 +75,14 @@ class Histogram:
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound in Prometheus' form, with the number of values that do not exceed it."""
         bounds = [str(float(bound)) for bound in self.bounds]
+        bounds.append("+Inf")
         counts = list(self.counts)  # a copy, because another thread may call `observe` meanwhile
-        number_so_far = 0
-        cumulative = []
-        for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
-            number_so_far += number
-            cumulative.append((bound, float(number_so_far)))
-        return cumulative
+        count_so_far = 0
+        counts_so_far = []
+        for bound, count in zip(bounds, counts, strict=True):
+            count_so_far += count
+            counts_so_far.append((bound, float(count_so_far)))
+        return counts_so_far
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,16 @@ class Tally:
     """Counts events. Only the I/O thread writes, except for `count_sent` and `queue_numbers`. Any thread may read.
 
     jobs: ended jobs, by queue, outcome and reason. rows: the rows of finished shards, by queue, outcome and reason.
-    requests: samples by finish reason. takeovers: jobs by queue and number of deaths.
+    samples: finished samples, by finish reason.
+    takeovers: jobs that were taken over, by queue and by the job's number of deaths.
     queue_times: seconds from a job's enqueueing to its beginning, by queue.
     latencies: seconds from a job's enqueueing to its end, by queue.
+    times_to_first_token, e2e_latencies: seconds from a request's arrival in the engine to its first token, or to its
+    end.
     ended, ended_badly, waited_ms, ran_ms: totals by queue; see Point.
-    num_answers: how many answers the I/O thread has got from Redis.
+    num_replies: how many replies the I/O thread has got from Redis.
     queue_numbers: the numbers of the worker's queues; None if the worker runs no scheduler, or Redis does not answer.
-    A pool's thread sets them.
+    A thread of a pool sets them.
     """
 
     def __init__(self) -> None:
@@ -118,7 +122,7 @@ class Tally:
         self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
-        self.requests: Counter[str] = Counter()
+        self.samples: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
         self.num_finished = 0
         self.num_failed = 0
@@ -127,17 +131,17 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
-        self.num_answers = 0
-        self._slowest_answer_s = 0.0
+        self.num_replies = 0
+        self._slowest_reply_s = 0.0
         self.ended: Counter[str] = Counter()
         self.ended_badly: Counter[str] = Counter()
         self.waited_ms: Counter[str] = Counter()
         self.ran_ms: Counter[str] = Counter()
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
-        self.first_token = Histogram(_SHORT_S)
-        self.e2e = Histogram(_SHORT_S)
-        self._reasons: set[str] = set()
+        self.times_to_first_token = Histogram(_SHORT_S)
+        self.e2e_latencies = Histogram(_SHORT_S)
+        self._known_labels: set[str] = set()
         self._lock = threading.Lock()
 
     def count_job(self, job: EndedJob, rows_done: int = 0) -> None:
@@ -147,7 +151,7 @@ class Tally:
             self.rows_done += rows_done
         else:
             self.num_failed += 1
-        self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
+        self.jobs[job.queue, job.outcome, self._reason_label(job.reason)] += 1
         if job.rows:
             self._count_rows(job)
         self._count_for_queue(job)
@@ -174,21 +178,21 @@ class Tally:
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
             return
-        unasked = min(job.rows_unasked, job.row_errors)
-        self.rows[job.queue, "error", "input"] += unasked
-        self.rows[job.queue, "error", "request"] += job.row_errors - unasked
+        num_unasked = min(job.rows_unasked, job.row_errors)
+        self.rows[job.queue, "error", "input"] += num_unasked
+        self.rows[job.queue, "error", "request"] += job.row_errors - num_unasked
 
     def count_sample(self, completion: Completion) -> None:
-        """Count a sample of a request that the engine has finished."""
-        self.requests[completion.finish_reason] += 1
+        """Count a finished sample of a request."""
+        self.samples[completion.finish_reason] += 1
         times = completion.metrics
         if times is None:
             return
-        self.e2e.observe(times.finished_time - times.arrival_time)
+        self.e2e_latencies.observe(times.finished_time - times.arrival_time)
         if times.first_token_time is not None:
-            self.first_token.observe(times.first_token_time - times.arrival_time)
+            self.times_to_first_token.observe(times.first_token_time - times.arrival_time)
 
-    def count_lost(self) -> None:
+    def count_lost_claim(self) -> None:
         """Count a held job that was cancelled or taken over by another worker."""
         self.claims_lost += 1
 
@@ -197,22 +201,22 @@ class Tally:
         self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
     def count_unforeseen(self, queue: str, error: BaseException) -> None:
-        """Count an error that nobody foresaw, about one job of this queue."""
-        self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
+        """Count an unforeseen error about one job of this queue."""
+        self.unforeseen_errors[queue, self._reason_label(type(error).__name__)] += 1
 
     def count_redis_error(self, error: BaseException) -> None:
         """Count a turn of the I/O thread in which Redis refused a command, or did not answer."""
         self.redis_errors[type(error).__name__] += 1
 
-    def count_answer(self, seconds: float) -> None:
-        """Count an answer of Redis to the I/O thread. seconds: how long it took."""
-        self.num_answers += 1
-        self._slowest_answer_s = max(self._slowest_answer_s, seconds)
+    def count_reply(self, seconds: float) -> None:
+        """Count a reply of Redis to the I/O thread. seconds: how long it took."""
+        self.num_replies += 1
+        self._slowest_reply_s = max(self._slowest_reply_s, seconds)
 
-    def take_slowest(self) -> float:
-        """Return the seconds of the slowest answer since the last call."""
-        seconds = self._slowest_answer_s
-        self._slowest_answer_s = 0.0
+    def take_slowest_reply_s(self) -> float:
+        """Return how many seconds the slowest reply has taken since this method was last called."""
+        seconds = self._slowest_reply_s
+        self._slowest_reply_s = 0.0
         return seconds
 
     def count_sent(self, client: str) -> None:
@@ -229,13 +233,13 @@ class Tally:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))
 
-    def _reason(self, reason: str) -> str:
+    def _reason_label(self, reason: str) -> str:
         """Return the label for an error's name: the name, OTHER if there are too many names, or "" for no error."""
         if not reason:
             return ""
-        reason = safe_name(reason, _MAX_REASON_CHARS)
-        if reason not in self._reasons:
-            if len(self._reasons) >= _MAX_REASONS:
+        label = safe_name(reason, _MAX_REASON_CHARS)
+        if label not in self._known_labels:
+            if len(self._known_labels) >= _MAX_REASONS:
                 return OTHER
-            self._reasons.add(reason)
-        return reason
+            self._known_labels.add(label)
+        return label

@@ -22,21 +22,21 @@ class FunctionPool:
     """
 
     def __init__(
-        self, threads: int, name: str, clock: Callable[[], float] = time.monotonic
+        self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
         self._clock = clock
         # The waiting calls, each with its order (see `submit`) and its number. A None in place of a call ends a thread.
-        self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
+        self._waiting_calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
-        self._running: dict[threading.Thread, Call] = {}
+        self._running_calls: dict[threading.Thread, Call] = {}
         # Threads whose calls were reported as ended, but still run; see `give_up_stuck`.
         self._stuck: set[threading.Thread] = set()
-        # Threads whose calls are slow, but still count; see `relieve`.
+        # Threads that another thread has replaced, because their call is slow. Each ends after its call; see `relieve`.
         self._relieved: set[threading.Thread] = set()
         self._numbers = count()
         self._threads: list[threading.Thread] = []
-        for _ in range(threads):
+        for _ in range(num_threads):
             self._add_thread()
 
     @property
@@ -47,7 +47,7 @@ class FunctionPool:
     @property
     def num_waiting(self) -> int:
         """The number of calls that wait for a thread."""
-        return self._calls.qsize()
+        return self._waiting_calls.qsize()
 
     def _add_thread(self) -> None:
         """Start a thread that serves calls."""
@@ -60,12 +60,12 @@ class FunctionPool:
         """Run calls, until the pool closes or another thread has taken this one's place."""
         thread = threading.current_thread()
         while True:
-            _, _, call = self._calls.get()
+            _, _, call = self._waiting_calls.get()
             if call is None:
                 return
-            self._running[thread] = call
+            self._running_calls[thread] = call
             goes_on = call.run()
-            del self._running[thread]
+            del self._running_calls[thread]
             del call  # while this thread waits, it holds nothing that the call has used
             # This thread ends if its call was given up, or if another thread has taken its place.
             if not goes_on or self._drop_if_relieved(thread):
@@ -89,7 +89,7 @@ class FunctionPool:
         last, its thread ends too.
         max_threads: the most threads of the pool. Stuck threads do not count.
         """
-        for thread, call in list(self._running.items()):
+        for thread, call in list(self._running_calls.items()):
             with self._lock:
                 needs_relief = call.running_s > slow_s and thread not in self._relieved
                 if not needs_relief or len(self._threads) >= max_threads:
@@ -99,8 +99,8 @@ class FunctionPool:
 
     def interrupt_silent(self, limit_s: float, error: type[Exception]) -> None:
         """Raise `error` in the calls that have given no sign of life for more than `limit_s` seconds."""
-        for call in list(self._running.values()):
-            if call.error is None and call.silent_s > limit_s:
+        for call in list(self._running_calls.values()):
+            if call.pending_interrupt is None and call.silent_s > limit_s:
                 call.interrupt(error)
 
     def submit(
@@ -120,7 +120,7 @@ class FunctionPool:
         order: calls with a smaller order go first. Calls with the same order run in the order of submission.
         """
         call = Call(function, done, is_interruptible, self._clock, discard)
-        self._calls.put((order, next(self._numbers), call))
+        self._waiting_calls.put((order, next(self._numbers), call))
         return call
 
     def give_up_stuck(self, grace_s: float) -> list[str]:
@@ -130,7 +130,7 @@ class FunctionPool:
         it hangs. Only the thread that calls `close` may call this.
         """
         threads_and_lines = []
-        for thread, call in list(self._running.items()):
+        for thread, call in list(self._running_calls.items()):
             with self._lock:
                 code_line = call.give_up(grace_s)
                 if code_line is None:  # the call was not given up
@@ -148,7 +148,8 @@ class FunctionPool:
         """Let the threads end once they have run all calls that were submitted so far."""
         after_all_calls = float("inf")
         for _ in list(self._threads):
-            self._calls.put((after_all_calls, next(self._numbers), None))  # None ends a thread
+            end_of_thread = (after_all_calls, next(self._numbers), None)
+            self._waiting_calls.put(end_of_thread)
 
     def join(self, timeout_s: float) -> None:
         """Wait until all threads have ended, except stuck ones, but for at most `timeout_s` seconds."""

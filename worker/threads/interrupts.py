@@ -32,9 +32,9 @@ def _raise_in(thread_id: int, error: type[BaseException]) -> None:
 def _drop_pending_error() -> None:
     """Drop an error that another thread has raised in this one, and that is still pending.
 
-    A second error replaces the pending one, and is caught here. CPython could also take the pending error back without
-    a second one. But in CPython 3.11, under a profiler, a debugger or coverage, all threads would then stop at their
-    next call of a function, because CPython would go on waiting for the error.
+    A second error replaces the pending one, and is caught here. CPython can also drop the pending error without a
+    second one, but CPython 3.11 would go on waiting for the dropped error: under a profiler, a debugger or coverage,
+    all threads would stop at their next call of a function.
     """
     try:
         _raise_in(threading.get_ident(), _Replacement)
@@ -85,7 +85,8 @@ class Call:
         self._clock = clock
         self._lock = threading.Lock()
         self._thread_id: int | None = None  # the thread, while the function runs
-        self.error: type[BaseException] | None = None  # the last interrupt that was not obeyed yet
+        # The last interrupt that was not obeyed yet.
+        self.pending_interrupt: type[BaseException] | None = None
         self._began_at: float | None = None
         self._alive_at: float | None = None  # the last sign of life
         self._interrupted_at: float | None = None  # the first interrupt while the function ran
@@ -110,13 +111,13 @@ class Call:
         Any thread may call this. After the call's end it does nothing.
         """
         with self._lock:
-            self.error = error
+            self.pending_interrupt = error
             if self._thread_id is not None and self._interrupted_at is None:
                 self._interrupted_at = self._clock()
             self._raise(error)
 
     def _raise(self, error: type[BaseException]) -> None:
-        """Raise an error in the thread now, or after its import. The caller holds the lock."""
+        """Raise an error in the thread now, or once the thread's import has ended. The caller holds the lock."""
         if not self._is_interruptible or self._thread_id is None:
             return
         if self._importing:
@@ -127,8 +128,8 @@ class Call:
 
     def check(self) -> None:
         """Raise the call's interrupt, if there is one. Otherwise note a sign of life."""
-        if self.error is not None:
-            raise self.error
+        if self.pending_interrupt is not None:
+            raise self.pending_interrupt
         self._alive_at = self._clock()
 
     def check_while_waiting_for(self, holder: "Call | None") -> None:
@@ -137,8 +138,8 @@ class Call:
         A call that waits for another call does this again and again. As long as the other call is alive, the waiting
         call counts as alive too. holder: the other call; None if it is not known.
         """
-        if self.error is not None:
-            raise self.error
+        if self.pending_interrupt is not None:
+            raise self.pending_interrupt
         holder_alive_at = None if holder is None else holder._alive_at
         if holder_alive_at is None:
             return
@@ -148,7 +149,7 @@ class Call:
     def note_obeyed(self) -> None:
         """Forget the last interrupt, because the call has obeyed it and goes on."""
         with self._lock:
-            self.error = None
+            self.pending_interrupt = None
             self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
@@ -164,9 +165,10 @@ class Call:
                 return None
             self._given_up = True
             code_line = _code_line(self._thread_id)
-            interrupt = self.error
+            interrupt = self.pending_interrupt
             assert interrupt is not None, "interrupted without an error"
-            # The interrupt is reported. The thread has ignored it, so another error is raised in the thread.
+            # The call is reported as ended by its interrupt. The thread has ignored the interrupt, so it now gets an
+            # error that no `except Exception` catches.
             self._raise(ThreadGivenUp)
         self._done(None, interrupt())
         return code_line
@@ -195,8 +197,8 @@ class Call:
         _current.call = self
         try:
             with self._lock:
-                if self.error is not None:
-                    raise self.error
+                if self.pending_interrupt is not None:
+                    raise self.pending_interrupt
                 self._thread_id = threading.get_ident()
             self._began_at = self._clock()
             self._alive_at = self._began_at

@@ -13,13 +13,13 @@ from worker.metrics.tally import EndedJob
 class JobTrace:
     """What is noted about a traced job while this worker holds it. Times are Unix seconds.
 
-    ids: the ids of the job's trace, which only `Traces` reads.
+    contexts: the trace contexts of the job, which only `Traces` reads.
     first_token_at: when the first token of any completion came; None before.
     finished_at: when the latest completion came; None before any has come.
     prompt_tokens: the tokens of all prompts. A request with several samples counts once.
     """
 
-    ids: Any
+    contexts: Any
     claimed_at: float
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -33,15 +33,16 @@ class JobTrace:
         self.finish_reasons.add(completion.finish_reason)
         num_generated = len(completion.token_ids) - completion.num_continued
         self.completion_tokens += num_generated
-        if completion.index == 0:
+        if completion.index == 0:  # all samples of a request have the same prompt
             self.prompt_tokens += completion.num_prompt_tokens
             self.cached_tokens += completion.num_cached_tokens
 
         self.finished_at = time.time()
         times = completion.metrics
         if times is not None and times.first_token_time is not None:
-            ago_s = time.monotonic() - times.first_token_time
-            first_token_at = self.finished_at - ago_s
+            # `first_token_time` is by the monotonic clock.
+            since_first_token_s = time.monotonic() - times.first_token_time
+            first_token_at = self.finished_at - since_first_token_s
             if self.first_token_at is None or first_token_at < self.first_token_at:
                 self.first_token_at = first_token_at
 

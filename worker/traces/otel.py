@@ -37,7 +37,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 Attributes = Mapping[str, str | int | tuple[str, ...]]
 
 
-class _Ids(NamedTuple):
+class _TraceContexts(NamedTuple):
     """The trace contexts of a job.
 
     span: the context of the job's span. parent: the context of the producer's span, if there is one.
@@ -76,19 +76,20 @@ class OtelTraces(Traces):
         }
         self._resource = Resource(attributes).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("tokenmill", version)
+        # The provider is made only for its sampler, which OTEL_TRACES_SAMPLER names.
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
-        self._contexts = TraceContextTextMapPropagator()
+        self._propagator = TraceContextTextMapPropagator()
         self._processor = BatchSpanProcessor(exporter or OTLPSpanExporter())
 
     def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
         """Begin the trace of a claimed job. Returns None if the job is not traced."""
-        ids = self._ids(execution_id, meta)
-        return None if ids is None else JobTrace(ids, time.time())
+        contexts = self._trace_contexts(execution_id, meta)
+        return None if contexts is None else JobTrace(contexts, time.time())
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
         """Return the trace context that a job gives to the jobs it enqueues; empty if the job is not traced."""
-        ids = self._ids(execution_id, meta)
-        return {} if ids is None else ids.carrier
+        contexts = self._trace_contexts(execution_id, meta)
+        return {} if contexts is None else contexts.carrier
 
     def note_end(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Send the spans of a job whose end was written at `written_at` (Unix seconds)."""
@@ -97,23 +98,24 @@ class OtelTraces(Traces):
 
     def close(self) -> None:
         """Send the remaining spans, for at most FLUSH_S seconds, and end the thread that calls the exporter."""
-        sending = threading.Thread(
+        sender = threading.Thread(
             target=self._processor.shutdown, name="tokenmill-traces", daemon=True
         )
-        sending.start()
-        sending.join(FLUSH_S)
+        sender.start()
+        sender.join(FLUSH_S)
 
-    def _ids(self, execution_id: str, meta: Any) -> _Ids | None:
-        """Return the ids of an execution's trace; None for a job that is not traced.
+    def _trace_contexts(self, execution_id: str, meta: Any) -> _TraceContexts | None:
+        """Return the trace contexts of an execution; None for a job that is not traced.
 
         The same execution always gets the same ids.
         """
-        parent_context = self._contexts.extract(_producers_carrier(meta))
+        parent_context = self._propagator.extract(_producers_carrier(meta))
         parent = trace.get_current_span(parent_context).get_span_context()
         if not parent.is_valid and not self._traces_all:
             return None
         trace_id = parent.trace_id if parent.is_valid else _derived_id(execution_id, 16)
-        if self._sampler.should_sample(parent_context, trace_id, "job").decision is Decision.DROP:
+        sampling = self._sampler.should_sample(parent_context, trace_id, "job")
+        if sampling.decision is Decision.DROP:
             return None
 
         span = SpanContext(
@@ -128,25 +130,25 @@ class OtelTraces(Traces):
         if trace_state:
             child_carrier["tracestate"] = trace_state
         if not parent.is_valid:
-            return _Ids(span, None, child_carrier)
-        return _Ids(span, parent, child_carrier)
+            return _TraceContexts(span, None, child_carrier)
+        return _TraceContexts(span, parent, child_carrier)
 
-    def _spans(self, notes: JobTrace, end: EndedJob, written_at: float) -> list[ReadableSpan]:
+    def _spans(self, notes: JobTrace, job: EndedJob, written_at: float) -> list[ReadableSpan]:
         """Return a job's span, and a child span for each of its stages."""
         moments = [
-            end.enqueued_at,
+            job.enqueued_at,
             notes.claimed_at,
-            end.began_at,
+            job.began_at,
             notes.first_token_at,
             notes.finished_at,
-            end.ended_at,
+            job.ended_at,
             written_at,
         ]
         # The producer's clock may be ahead of this machine's. No stage may begin after the next one.
         enqueued, claimed, began, first_token, finished, ended, written = _ascending(moments)
-        job_ids: _Ids = notes.ids
-        root = job_ids.span
-        spans = [self._job_span(job_ids, end, (enqueued, written))]
+        contexts: _TraceContexts = notes.contexts
+        root = contexts.span
+        spans = [self._job_span(contexts, job, (enqueued, written))]
 
         def add_child(
             name: str, parent: SpanContext, start: float, stop: float, attributes: Attributes
@@ -156,16 +158,16 @@ class OtelTraces(Traces):
             spans.append(self._span(name, context, parent, (start, stop), attributes))
             return context
 
-        if end.enqueued_at is not None:
+        if job.enqueued_at is not None:
             add_child("queued", root, enqueued, claimed, {})
-        has_begun = end.began_at is not None
+        has_begun = job.began_at is not None
         held_until = began if has_begun else ended
         add_child("held", root, claimed, held_until, {})
-        if has_begun and end.is_function:
+        if has_begun and job.is_function:
             add_child("run", root, began, ended, {})
         elif has_begun and notes.finished_at is not None:
-            _, _, short_name = end.function.rpartition(".")
-            operation = _OPERATIONS.get(end.function, short_name)
+            _, _, short_name = job.function_name.rpartition(".")
+            operation = _OPERATIONS.get(job.function_name, short_name)
             attributes = _model_attributes(notes, operation, self._model)
             model_span = add_child(f"{operation} {self._model}", root, began, finished, attributes)
             if notes.first_token_at is not None:
@@ -174,14 +176,18 @@ class OtelTraces(Traces):
         add_child("end", root, ended, written, {})
         return spans
 
-    def _job_span(self, ids: _Ids, end: EndedJob, times: tuple[float, float]) -> ReadableSpan:
+    def _job_span(
+        self, contexts: _TraceContexts, job: EndedJob, times: tuple[float, float]
+    ) -> ReadableSpan:
         """Return the span of a whole job. times: see `_span`."""
         status = Status(StatusCode.UNSET)
-        if end.outcome != "finished":
-            status = Status(StatusCode.ERROR, safe_name(end.reason or end.outcome))
-        attributes = _job_attributes(end)
+        if job.outcome != "finished":
+            status = Status(StatusCode.ERROR, safe_name(job.reason or job.outcome))
+        attributes = _job_attributes(job)
         kind = SpanKind.CONSUMER
-        return self._span(end.function, ids.span, ids.parent, times, attributes, kind, status)
+        return self._span(
+            job.function_name, contexts.span, contexts.parent, times, attributes, kind, status
+        )
 
     def _span(
         self,
@@ -234,19 +240,19 @@ def _child_context(root: SpanContext, name: str) -> SpanContext:
     )
 
 
-def _job_attributes(end: EndedJob) -> Attributes:
+def _job_attributes(job: EndedJob) -> Attributes:
     """Return the attributes of a job's span."""
     attributes: dict[str, str | int] = {
         "messaging.system": "rq",
         "messaging.operation.type": "process",
-        "messaging.destination.name": end.queue,
-        "messaging.message.id": end.job_id,
-        "tokenmill.outcome": end.outcome,
+        "messaging.destination.name": job.queue,
+        "messaging.message.id": job.job_id,
+        "tokenmill.outcome": job.outcome,
     }
-    if end.reason:
-        attributes["error.type"] = end.reason
-    if end.rows:
-        attributes |= {"tokenmill.rows": end.rows, "tokenmill.row_errors": end.row_errors}
+    if job.reason:
+        attributes["error.type"] = job.reason
+    if job.rows:
+        attributes |= {"tokenmill.rows": job.rows, "tokenmill.row_errors": job.row_errors}
     return attributes
 
 

@@ -122,7 +122,7 @@ class BatchLines(RowAsk):
             drops = Drops(self._is_sampling_value) if spec.drop_unsupported else None
             aliases = spec.model_alias or ()
             described_task = line_task(line, seed, aliases, spec.batch_endpoint, drops)
-            task = described_task.made(context)
+            task = described_task.task_to_open(context)
             assert isinstance(task, PromptTask)
             make_body = body_maker(line)
             del line

@@ -117,7 +117,10 @@ def test_status_does_not_call_a_run_finished_whose_part_is_gone(
     for name in (run, output, output):
         text = invoke("status", name).stdout
         assert f"run {run}: incomplete" in text
-        assert f"1 part is gone: submit into another folder with --reuse {output}, which" in text
+        assert (
+            f"1 part is gone: to compute what is missing, submit into another folder with --reuse {output}"
+            in text
+        )
         if name == output:
             redis.flushall()
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli.trial_commands import RANGE, dry_run_lines
+from jobs.cli.trial_commands import LIKELY_MULTIPLES, dry_run_lines
 from jobs.common.display import duration_text
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
@@ -315,7 +315,7 @@ def test_pictures_are_counted_as_their_prompts_have_them(
 def test_time_and_cost_are_ranges(context: MakeContext, tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
     found = {**survey(context, tmp_path / "in.parquet"), "seconds": 3600}
-    low, high = RANGE
+    low, high = LIKELY_MULTIPLES
     lines = dry_run_lines(found, 10.0)
     assert lines[-2].startswith(
         f"time     {duration_text(3600 * low)} to {duration_text(3600 * high)} on"

@@ -372,7 +372,7 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
     return EndedJob(
         queue=job.claimed.queue_name,
         job_id=job.claimed.job_id,
-        function=job.function_name or "refused",
+        function_name=job.function_name or "refused",
         is_function=job.is_function,
         outcome=outcome.status,
         reason=reason,
