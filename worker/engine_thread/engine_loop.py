@@ -129,7 +129,7 @@ class EngineLoop:
         return True
 
     def _carry_out(self, order: Add | Abort | Wake | ReportTokens) -> None:
-        """Carry out an order. A Wake needs nothing more, because every turn takes prepared requests from the intake."""
+        """Carry out an order. A Wake only begins a turn, and every turn takes the prepared requests from the intake."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)

@@ -54,10 +54,11 @@ class FairShare:
         first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
         claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
-        # The watched job was untouched if it was still in the queue: this claim left it again, or took it.
+        # The watched job is the one that the previous claim left first. It was still in the queue if this claim left
+        # it again, or took it.
         watched_id = self._first_left
-        was_untouched = watched_id == first_left or watched_id in claimed_ids
-        if watched_id == "" or not was_untouched:
+        was_in_queue = watched_id == first_left or watched_id in claimed_ids
+        if watched_id == "" or not was_in_queue:
             self._left_at = moment  # from now on another job is watched
         elif first_left and moment - self._left_at >= poll_s:
             # Each other worker has polled since then, and none has taken the job.
@@ -101,14 +102,15 @@ class Claimer:
 
         # By lane: the token of a claim whose reply has not come yet.
         self._tokens: dict[int, str] = {}
-        # By lane: the number of jobs that the worker held after the last claim; 0 if that claim left no jobs to other
-        # workers. The lane claims again as soon as half of these jobs have ended.
+        # By lane: the number of the lane's jobs that the worker held after the last claim, if that claim left jobs to
+        # other workers; else 0. The lane claims again as soon as half of these jobs have ended.
         self._num_held_at_claim = [0] * len(parts.queue_names)
         # By lane: the number of jobs that the last claim left to workers with another model or version.
         self._num_foreign = [0] * len(parts.queue_names)
         self._warned_lanes = set[int]()  # lanes for which a warning of newer jobs was logged
         self._num_claimed = 0  # jobs that count against --max-jobs
         self._num_calls = 0  # calls of claim.lua
+        # The execution of the suspect that ran alone last, and the monotonic seconds until which it runs alone.
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
@@ -305,7 +307,7 @@ class Claimer:
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "
-                "left to its workers: replace this worker by one of that version",
+                "left to workers of that version: replace this worker by such a worker",
                 self._queue_names[lane],
                 num_newer,
                 version("tokenmill"),

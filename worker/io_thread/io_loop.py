@@ -407,7 +407,7 @@ class IoLoop:
         self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
-                "left without giving back what ran: other workers take it up when its leases end"
+                "left without giving back the running jobs: other workers take them up when their leases end"
             )
 
     # Duties
@@ -448,14 +448,17 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether leaving has taken too long. If so, the worker no longer waits for ends and parts to be written."""
+        """Whether leaving has taken too long, and no journal must be awaited any more.
+
+        If so, the worker no longer waits for ends and parts to be written.
+        """
         return moment >= self._leave_by and not self._runner.journals.are_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
         """Leave if there is a reason to, and no job is held. If leaving has taken too long, leave in any case."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
-                self._leave("left without finishing what ran")
+                self._leave("left without finishing the running jobs")
         elif self._runner.num_held:
             self._claimer.idle_since = moment
         elif self._phase is Phase.DRAINING:

@@ -48,7 +48,7 @@ def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
 
 
 def log_text(job: HeldJob, error: BaseException) -> str:
-    """Return in one line why a job failed. If the error's message may quote a prompt, this is only the error's name."""
+    """Return one line that says why a job failed: only the error's name if its message may quote a prompt."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         message = error.log_text  # this text quotes no prompt
@@ -240,8 +240,9 @@ class JobEnds:
     def _callback_raised(
         self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None = None
     ) -> None:
-        """Fail a job whose success callback raised, as RQ does. After another callback, only change the failure's text.
+        """Fail a job whose success callback raised, as RQ does.
 
+        If the callback of a failed or stopped job raised, only replace the traceback of the job's end.
         text: the callback's traceback; by default it is made of `failure`.
         """
         if outcome.status == "finished":

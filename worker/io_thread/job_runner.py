@@ -131,6 +131,7 @@ class JobRunner:
             job.is_ours = call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
+            # A refused job fails for good, and none of its callbacks and webhooks is called.
             job.replace_record(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; a bad one fails only its own job
@@ -142,7 +143,7 @@ class JobRunner:
                 self._open(job, task)
 
     def _admitted(self, job: HeldJob) -> FunctionCall:
-        """Return the job's call. Raises JobRefused if it may not run here."""
+        """Read a job's payload, and return its call of a function. Raises JobRefused if the job may not run here."""
         job.claimed.check_hash()
         payload = job.claimed.record.payload()
         job.payload_bytes = len(payload)
@@ -194,8 +195,9 @@ class JobRunner:
         return partial(function, context, *call.args, **call.kwargs)
 
     def _stop_counting_function(self, job: HeldJob, _: Any = None) -> None:
-        """Stop counting a job's function. Notices are not counted, because they have threads of their own."""
-        if job.function_name != POSTING:
+        """Stop counting a job's function. A notice was never counted, because notices have threads of their own."""
+        sends_notice = job.function_name == POSTING
+        if not sends_notice:
             self._packer.remove_function(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
@@ -398,7 +400,7 @@ class JobRunner:
             """Extend leases. Returns the jobs that this worker no longer holds."""
             return store.renew([job.claimed for job in jobs])
 
-        lost = self.guard.batch(list(self.jobs), lambda job: job, renew_leases)
+        lost = self.guard.batch(list(self.jobs), job_of=lambda job: job, call=renew_leases)
         self.drop(lost)
 
     def show_progress(self, store: JobStore) -> None:
@@ -472,7 +474,7 @@ class JobRunner:
 
         error_class = timeout_error(job.limit_s)
         if job.is_function and job.call is not None:  # its thread reports the end
-            if not job.is_overdue:
+            if not job.was_interrupted:
                 job.interrupt_function(error_class)
         else:
             self._withdraw(job, error_class)

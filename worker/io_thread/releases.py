@@ -85,7 +85,7 @@ class Releases:
             """Take jobs from their holders in one call."""
             return self._store.release(jobs, mode, self._max_deaths)
 
-        return self._guard.batch(held, lambda claimed: claimed, release)
+        return self._guard.batch(held, job_of=lambda claimed: claimed, call=release)
 
     def _take_over(self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = "") -> None:
         """Log and count the released jobs, and end each one that this worker holds now.

@@ -61,7 +61,10 @@ class Reporter:
         self._record_timer.end_now()
 
     def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
-        """Write the worker's record if it is due, or if the worker has become busy or idle. Raises NameTaken."""
+        """Write the worker's record if it is due, or if the worker has become busy or idle. Raises NameTaken.
+
+        hold: why no worker may claim jobs; "" if workers may claim.
+        """
         if self._clock_timer.due(moment):
             self._check_clock_and_speed()
 

@@ -199,8 +199,8 @@ class JobStore:
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of held jobs. Returns the jobs that this worker no longer holds."""
-        unchanged = ""  # leaves the time at which a job began as it is
-        return self._renew([(claimed, unchanged) for claimed in held])
+        no_new_start = ""  # tells the script to keep the time at which the job began
+        return self._renew([(claimed, no_new_start) for claimed in held])
 
     def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
         """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
@@ -212,7 +212,7 @@ class JobStore:
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
         """Extend leases. Returns the jobs that this worker no longer holds.
 
-        held: each job with the time at which it began, or with "" to leave that time as it is.
+        held: each job with the time at which it began, or with "" if Redis shall keep the time that it has.
         """
         if not held:
             return []
@@ -246,7 +246,7 @@ class JobStore:
             "started_iso": utcformat(started_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
-        is_retry = step.counter in ("number_of_retries", "retries_left")
+        is_retry = step.counter in ("number_of_retries", "retries_left")  # not "" or "repeats_left"
         if is_retry:
             return self._retry_call(outcome, step, execution, next_run)
         return self._finish_call(outcome, step, execution, next_run)

@@ -106,8 +106,9 @@ class OrderMemory:
         Virtual time is counted in rows: it is the number of rows done meanwhile for a run with priority 1.
         run_of: the run of each job in the queue, in the queue's order.
         """
-        # Virtual time starts at 0 at each ordering. Jobs that were at the front then and have left the queue were
-        # claimed since. The latest end of these jobs is the virtual time that has passed.
+        # Virtual time starts at 0 at each ordering, and a job's end is the virtual time at which the job is done.
+        # The jobs of `front` that have left the queue were claimed since the last ordering. So the latest of their
+        # ends is the virtual time that has passed.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
         time_passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}

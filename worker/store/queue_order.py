@@ -149,7 +149,7 @@ def _run_in_queue(run_id: str, text_of: Mapping[str, str]) -> RunInQueue:
 def _num_in_order(job_ids: Sequence[str], last: str) -> int:
     """Return how many jobs at the queue's front are in order. last: the last job that was put in order.
 
-    The jobs behind `last` have come since. If `last` stands in the queue twice, its later position counts.
+    The jobs behind `last` are new. If `last` stands in the queue twice, its later position counts.
     """
     newest_first = list(reversed(job_ids))
     if last not in newest_first:

@@ -28,7 +28,10 @@ _BATCH = 1000
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread. It keeps trying to get missing locks, and so takes over from a dead scheduler."""
+    """RQ's scheduler in a thread.
+
+    It keeps trying to get the locks that another scheduler has. So it takes over from a dead scheduler.
+    """
 
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
@@ -49,7 +52,7 @@ class Scheduler(RQScheduler):
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try to get missing locks now. RQ would wait for minutes."""
+        """Whether to try now to get the locks that this scheduler lacks. RQ would wait for minutes."""
         has_all_locks = self._queue_names == self.acquired_locks
         if has_all_locks:
             return False

@@ -60,7 +60,7 @@ class Beginnings:
             now = datetime.now(UTC)
             return store.begin([(job.claimed, job.began_at or now) for job in jobs])
 
-        lost = self._guard.batch(begun, lambda job: job, write)
+        lost = self._guard.batch(begun, job_of=lambda job: job, call=write)
         self._unshown.clear()
         self._hand_over(functions, lost)
         return lost

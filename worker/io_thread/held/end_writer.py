@@ -102,7 +102,9 @@ class EndWriter:
         """Write the waiting ends. After a RedisError, call this method again."""
         for batch in list(self._batches()):
             try:
-                replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
+                replies = self._guard.batch(
+                    batch, job_of=lambda end: end.job, call=partial(_write, store)
+                )
             except RedisError:
                 # One of these ends may be to blame, so each is written alone from now on.
                 for end in batch:

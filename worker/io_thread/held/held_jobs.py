@@ -57,7 +57,7 @@ class HeldJob:
     user_job: the copy of the job for the user's code, which may leave anything in it.
     reason: the name of the job's error; "" if the job did not fail.
     was_slow: one of the job's calls has been slow, see SLOW_S.
-    is_overdue: the job's function was interrupted because it ran too long.
+    was_interrupted: whether the job's function was interrupted because it ran, or was silent, for too long.
     num_requests: the number of the task's requests, as last counted; None if the task does not say.
     next_index: the index of the next request.
     num_in_engine: how many of the job's sequences are in the engine.
@@ -93,7 +93,7 @@ class HeldJob:
     user_job: StoredJob | None = None
     reason: str = ""
     was_slow: bool = False
-    is_overdue: bool = False
+    was_interrupted: bool = False
     num_requests: int | None = None
     next_index: int = 0
     num_in_engine: int = 0
@@ -170,7 +170,7 @@ class HeldJob:
     def interrupt_function(self, error: type[BaseException]) -> None:
         """Interrupt the job's function with `error`, because it is overdue. Its thread reports the end."""
         assert self.call is not None
-        self.is_overdue = True
+        self.was_interrupted = True
         self.call.interrupt(error)
 
     # Derived state

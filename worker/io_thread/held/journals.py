@@ -117,7 +117,7 @@ class Journals:
         write = job.open_task.keep(job.undelivered_tokens(report.samples))
         if write is None:  # the task has nothing to write
             return
-        self._writing[job.number] = None
+        self._writing[job.number] = None  # no report has come for the next entry yet
 
         def done(_: object, error: BaseException | None) -> None:
             """Have the I/O thread call `_note_written`. Called in the pool's thread."""

@@ -95,7 +95,7 @@ class Packer:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether too many answered rows wait for their parts to be written, which could fill the memory."""
+        """Whether the rows that wait for their parts to be written are so many that they could fill the memory."""
         # A job's `next_index` is the number of its requests so far. A job without requests counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots

@@ -133,7 +133,7 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # the job was stopped or lost meanwhile
             with self._guard.around(job):
-                # A request that the engine has refused was never scheduled, so its job may not have begun before.
+                # The engine never schedules a request that it refuses. So the job of a refused request may begin here.
                 self._beginnings.note_begun(job, moment)
                 self._take_completion(job, index, completion)
 

@@ -47,20 +47,20 @@ class TextStreams:
             if job is None or job.is_ending:
                 continue
             with self._guard.around(job):
-                for sample, partial in samples.items():
-                    self._note_sample(job, sample, partial)
+                for sample, text_so_far in samples.items():
+                    self._note_sample(job, sample, text_so_far)
 
-    def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
+    def _note_sample(self, job: HeldJob, sample: int, text_so_far: PartialText) -> None:
         """Make pieces of what was added to a sample's text since its last piece, unless too many pieces wait."""
         if len(self._waiting) >= MAX_WAITING:
             return
         streamed = job.streamed.get(sample, _NO_TEXT)
         num_tokens_before = len(streamed.token_ids)
-        new_token_ids = partial.token_ids[num_tokens_before:]
+        new_token_ids = text_so_far.token_ids[num_tokens_before:]
         # For each part of the answer: its name, the text that was sent before, and the whole text now.
         parts = (
-            ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
-            ("text", streamed.text, partial.text),
+            ("reasoning", streamed.reasoning or "", text_so_far.reasoning or ""),
+            ("text", streamed.text, text_so_far.text),
         )
         for part, old_text, text in parts:
             if len(text) <= len(old_text):
@@ -75,7 +75,7 @@ class TextStreams:
                 owner=job.owner_digest,
             )
             self._waiting.append(WaitingPiece(job.claimed, piece))
-            job.streamed[sample] = partial
+            job.streamed[sample] = text_so_far
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces to Redis. After a RedisError they still wait.

@@ -138,7 +138,7 @@ def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
         if fields <= limit:  # the size is not the problem, so there are too many fields
             raise TooLarge(
                 f"the job's hash in Redis has more than the limit of {MAX_HASH_FIELDS} fields: enqueue it "
-                "again, and keep what is your own in its meta"
+                "again, and keep your own values in its meta"
             )
         raise TooLarge(
             f"the job takes {fields} bytes in Redis, more than the limit of {limit}: shorten its arguments, "

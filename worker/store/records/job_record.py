@@ -161,7 +161,7 @@ def _parse_fields(values: Mapping[bytes, bytes], parsed: dict[bytes, Any]) -> No
         if text is None:
             continue
         if text == b"" and name not in _NEVER_EMPTY:
-            continue
+            continue  # RQ skips such a field too
         parsed[name] = _parse_field(name, text, parse)
 
 

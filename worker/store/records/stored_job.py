@@ -41,7 +41,7 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
-            # RQ or user code has set the data since, so RQ's own property returns it.
+            # RQ or user code has set other data, which RQ's own property returns.
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack_payload(self._packed, self.max_bytes)
 
