@@ -69,18 +69,19 @@ class IoLoop:
     def __init__(self, parts: Parts, record: WorkerRecord, maintenance: Maintenance) -> None:
         self._queue_names = parts.queue_names
         self._store = parts.store
-        limits = parts.limits
         self._poll_rates = parts.poll_rates
         self._budget = parts.budget
         self._orders = parts.orders
-        self._limits = limits
+        self._limits = parts.limits
         self._log = parts.log
         self._events = parts.events
         self._clock = parts.clock
+
         self._runner = JobRunner(parts)
         self._claimer = Claimer(parts, self._runner)
         self._stock_jobs = StockJobs(parts.clients.io, parts.store, parts.redis_clock)
         self.reporter = Reporter(parts, record, self._runner)
+
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
@@ -95,14 +96,14 @@ class IoLoop:
         # Monotonic seconds from which jobs are given back even if their ends or parts are being written.
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
-        self._renew_timer = Timer(limits.renew_period_s)
+        self._renew_timer = Timer(parts.limits.renew_period_s)
         self._progress_timer = Timer(PROGRESS_PERIOD_S)
         self._deadline_timer = Timer(DEADLINE_PERIOD_S)
-        self._sweep_timer = Timer(limits.sweep_period_s)
+        self._sweep_timer = Timer(parts.limits.sweep_period_s)
         self._duties = (
             self._settle,
             self._runner.texts.write,
-            self._show_record,  # must come before the first claim, because it counts the other workers
+            self._show_record,  # comes before the claims, which need the number of workers that it counts
             self._claim_or_give_back,
             self._keep_leases,
             self._show_progress,
@@ -382,6 +383,7 @@ class IoLoop:
             fault = faults.waiting[0]
             with self._runner.guard.around(fault.claimed):
                 self._runner.releases.give_back_faulty(fault)
+            # Not earlier, so that after an outage of Redis the next turn gives the job back.
             del faults.waiting[0]
             self._claimer.stop_counting(1)
             self._claimer.pause(self._clock() + PAUSE_S)

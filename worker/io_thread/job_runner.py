@@ -421,7 +421,7 @@ class JobRunner:
             job, _ = entry
             return job
 
-        self.guard.batch(changed, job_of, show)
+        self.guard.batch(changed, job_of=job_of, call=show)
 
     # Interrupt
 

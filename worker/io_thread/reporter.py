@@ -86,7 +86,7 @@ class Reporter:
         self._write(state, oldest_id)
 
         if self._point_timer.due(moment):
-            self._record.keep(self._runner.tally.statistics.point)
+            self._record.add_point(self._runner.tally.statistics.point)
 
     def _check_clock_and_speed(self) -> None:
         """Ask Redis for its time. Warn if this machine's clock differs from it, or if Redis has been slow lately."""
@@ -110,7 +110,7 @@ class Reporter:
     def show_stopped(self) -> None:
         """Write the final statistics."""
         self._write("stopped")
-        self._record.keep(self._runner.tally.statistics.point)
+        self._record.add_point(self._runner.tally.statistics.point)
 
     def log_throughput(self, moment: float) -> None:
         """Log the throughput if it is due and jobs are held."""

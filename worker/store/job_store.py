@@ -125,7 +125,7 @@ class JobStore:
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()
-        # The tokens of claims with a reply. With the next claim, Redis forgets what these claims have taken.
+        # The tokens of claims that have a reply. With the next call, Redis forgets what these claims took.
         self._answered_tokens: set[str] = set()
 
     def _read_job(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
@@ -150,7 +150,7 @@ class JobStore:
             "now_iso": utcformat(now()),
             "now_ts": repr(moment),
             "lease_s": self._lease_s,
-            "far_score": repr(moment + FAR_S),
+            "far_score": repr(moment + FAR_S),  # for jobs that have begun
         }
 
     def claim(self, requests: Sequence[ClaimRequest], suspect_deaths: float) -> list[Claim]:
@@ -176,8 +176,8 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # The next call reports these tokens, and Redis forgets what their claims have taken. A claim that was sent
-        # twice is not reported, because it may still reach Redis a second time.
+        # Redis remembers what each claim took, in case the claim is sent again. With the next call, Redis forgets the
+        # claims with these tokens. It remembers a claim that was sent twice, which may still reach it a second time.
         self._answered_tokens = tokens_sent_once
         *_, latest_epoch = replies[-1]  # each reply ends with an epoch
         self._epoch = latest_epoch.decode()
@@ -188,7 +188,7 @@ class JobStore:
 
     def _claim_of(self, queue_name: str, reply: Sequence[Any]) -> Claim:
         """Return the claim in a reply of claim.lua."""
-        entries, num_foreign, first_left, hold, num_newer, _ = reply
+        entries, num_foreign, first_left, hold, num_newer, _epoch = reply
         return Claim(
             jobs=[self._read_job(queue_name, entry) for entry in entries],
             num_foreign=num_foreign,
@@ -271,7 +271,7 @@ class JobStore:
         self, outcome: Outcome, step: NextStep, execution: Mapping[str, Any], next_run: str | int
     ) -> Call:
         """Return the call that ends a job."""
-        assert step.kept_s is not None
+        assert step.kept_s is not None  # None only for a retry
         status: EndStatus = outcome.status
         result_type = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
         if outcome.returned_retry is not None:  # the job has asked for a retry once too often

@@ -112,6 +112,7 @@ class OrderMemory:
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
         time_passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
+        waits: dict[str, float] = {}
         for job_id, run in run_of.items():
             if run in heads:
                 continue
@@ -120,8 +121,9 @@ class OrderMemory:
             if earlier_head == job_id:
                 waited = earlier_wait + time_passed
             heads[run] = (job_id, waited)
+            waits[run] = waited
         self.heads = heads
-        return {run: virtual_wait for run, (_, virtual_wait) in heads.items()}
+        return waits
 
     def note_order(
         self, placed: Sequence[PlacedJob], urgent: list[str], priorities: dict[str, int]

@@ -53,7 +53,7 @@ class QueueOrder:
         entries: Any = self._client.lrange(QueueKeys(name).waiting, 0, MAX_ORDERED_JOBS - 1)
         job_ids = [stored.text(entry) for entry in entries]
         run_of = {job_id: _run_of(job_id) for job_id in job_ids}
-        run_ids = set(run_of.values()) - {PROMPTS}
+        run_ids = set(run_of.values()) - {PROMPTS}  # PROMPTS stands for the jobs without a run
         if not run_ids:
             return
 

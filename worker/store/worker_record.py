@@ -248,8 +248,8 @@ class WorkerRecord:
     ) -> None:
         """Write the heartbeat, the state, one running job, and the statistics. Redis keeps the statistics for an hour.
 
-        A full Redis refuses these writes. But it lets the worker prolong the time to live of what is written already,
-        so that the worker does not count as silent.
+        A full Redis refuses these writes. But it lets the worker prolong the time to live of the earlier record. So the
+        worker does not count as silent.
         """
         try:
             self._write(state, job_id, counters, point)
@@ -285,7 +285,7 @@ class WorkerRecord:
         }
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
-    def keep(self, point: Point) -> None:
+    def add_point(self, point: Point) -> None:
         """Add a point to the points of the last hour."""
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lpush(self._points_key, point.to_text())

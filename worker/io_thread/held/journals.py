@@ -115,7 +115,7 @@ class Journals:
         assert self.pool is not None
         assert job.open_task is not None
         write = job.open_task.keep(job.undelivered_tokens(report.samples))
-        if write is None:  # the task has nothing to write
+        if write is None:  # the task has nothing new for its journal
             return
         self._writing[job.number] = None  # no report has come for the next entry yet
 

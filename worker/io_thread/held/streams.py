@@ -48,7 +48,8 @@ class Inspections:
 
         is_wanted: called when the inspection's turn has come. Returns whether the inspection is still needed.
         """
-        # A task's next inspection comes one turn after the task's last one, and never in a turn that is over.
+        # In each turn, every task has at most one inspection. This inspection gets the first turn that is after the
+        # task's last inspection and has not begun yet.
         turn = 1 + max(self._current_turn, self._last_turn_of.get(task, 0))
         self._last_turn_of[task] = turn
 

@@ -27,8 +27,8 @@ class WaitingPiece(NamedTuple):
 class TextStreams:
     """Writes growing texts to Redis in pieces. Used by the I/O thread only.
 
-    Each piece says where in its text it begins, and readers skip what they have. So a piece may be written twice, and a
-    worker that takes over a job may begin from the start.
+    Each piece says at which character of the text it begins, and readers skip the text that they have already. So a
+    piece may be written twice, and a worker that takes over a job may begin from the start.
 
     Each piece also has the tokens of its text. A worker that takes over the job continues after these tokens. So the
     text that was sent stays the beginning of the answer.
