@@ -22,8 +22,8 @@ class FairShare:
     Claims divide a queue evenly among its workers (see claim.lua). But the other workers may be full or gone, or serve
     another model. Then the first job that was left to them is still in the queue at the next poll. Such a job is called
     untouched. After the first untouched job, this worker rounds its share up. Each further untouched job halves the
-    number of workers by which this worker divides the queue. After FORGET_S seconds without an untouched job, it
-    divides by all workers again.
+    number of workers by which this worker divides the queue. After FORGET_S seconds without an untouched job, this
+    worker divides by all workers again.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Claimer:
         self._isolated_until = float("-inf")
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
         self._prompt_poll_timers = [Timer(PROMPT_POLL_S) for _ in parts.queue_names]
-        self._paused_until = float("-inf")
+        self._paused_until = float("-inf")  # monotonic seconds
         self.hold: Hold = ""
         """Why no worker may claim, as the last claim found; "" if workers may claim."""
         self.idle_since = parts.clock()
@@ -128,7 +128,8 @@ class Claimer:
             return
 
         lanes_with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
-        # A lane without room does not touch its timer. So it claims as soon as it has room.
+        # `_is_due` starts a lane's timer again. It is asked only for lanes with room, so that a full lane whose period
+        # is over claims as soon as it has room.
         due_lanes = [lane for lane in lanes_with_room if self._is_due(lane, moment)]
         if not due_lanes or self._has_suspect(moment):
             return
@@ -307,7 +308,7 @@ class Claimer:
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "
-                "left to workers of that version: replace this worker by such a worker",
+                "left to workers of that version: replace this worker with one of them",
                 self._queue_names[lane],
                 num_newer,
                 version("tokenmill"),

@@ -170,7 +170,7 @@ class IoLoop:
 
     @property
     def warning(self) -> str:
-        """What is wrong while the worker still claims jobs; empty if nothing is wrong. Any thread may ask."""
+        """A trouble that does not keep the worker from claiming jobs; "" if there is none. Any thread may ask."""
         if self._outage.lasts or self._refusals.lasts:
             return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning

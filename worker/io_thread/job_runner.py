@@ -58,13 +58,15 @@ class JobRunner:
         self._functions = parts.functions
         self._enders = parts.enders
         self._webhook_pool = parts.callbacks.webhooks.pool
+        self._traces = traces
+        self.tally = parts.tally
+
         self.jobs = HeldJobs(traces)
         # Claimed jobs to give back, because this worker has no thread or no adapter for them.
         self._surplus = list[ClaimedJob]()
         self.faults = WorkerFaults()
-        self.tally = parts.tally
-        self._traces = traces
         self.guard = JobGuard(log, parts.tally, self)
+
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
         self._files = TaskFiles(
             parts.packer, self._calls, shared_context.file_timeout_s, log, clock
@@ -558,8 +560,8 @@ class JobRunner:
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
         """Let go of all jobs except those whose end is being computed or written. The caller gives the jobs back.
 
-        parts_too: whether to let go also of jobs whose part is being written. If it is False, a store that refuses
-        the part can keep such a job here for long.
+        parts_too: whether to let go also of jobs whose part is being written. If not, a job stays here for as long as
+        an object store refuses its part.
         """
 
         def may_go(job: HeldJob) -> bool:

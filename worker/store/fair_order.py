@@ -57,7 +57,7 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
 
     A run is urgent if its share of the queue's workers is too small to meet its deadline. A run that cannot meet its
     deadline even by coming first is left out, because it would only delay the other runs.
-    rows_per_s: the rows that the workers finish for all runs of the queue; 0 if that is not known.
+    rows_per_s: the rows that the workers finish in a second, for all runs of the queue together; 0 if not known.
     """
     if rows_per_s <= 0:
         return []

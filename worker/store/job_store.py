@@ -246,7 +246,8 @@ class JobStore:
             "started_iso": utcformat(started_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
-        is_retry = step.counter in ("number_of_retries", "retries_left")  # not "" or "repeats_left"
+        # The third counter, "repeats_left", is for a finished job that runs again.
+        is_retry = step.counter in ("number_of_retries", "retries_left")
         if is_retry:
             return self._retry_call(outcome, step, execution, next_run)
         return self._finish_call(outcome, step, execution, next_run)
@@ -437,7 +438,7 @@ class JobStore:
                     _MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000)
                 )
             replies = pipe.execute()
-        return [name for name, is_ours in zip(queue_names, replies, strict=True) if is_ours]
+        return [name for name, is_locked in zip(queue_names, replies, strict=True) if is_locked]
 
     def _held_members(self, queue_names: Sequence[str]) -> list[tuple[str, Sequence[bytes]]]:
         """Return each queue with its held jobs, as `<job id>:<execution id>`."""

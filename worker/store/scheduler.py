@@ -98,7 +98,9 @@ class Scheduler(RQScheduler):
         if error is None:
             self._trouble.note_absence()
         else:
-            self.pid = 0  # the scheduler's hash may have expired, so the next round writes it again
+            self.pid = (
+                0  # so the next round registers the scheduler again, whose hash may have expired
+            )
             self._trouble.note(
                 type(error).__name__,
                 "the scheduler failed (%s); trying again each second",

@@ -136,7 +136,7 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
-    """End the leases of a dead worker, so that other workers take up its jobs soon. Returns how many were ended.
+    """End the leases of a dead worker, so that other workers take up its jobs soon. Returns the number of these leases.
 
     If that worker lives after all, it renews its leases, or finds that it has lost the jobs. No job ends twice. Raises
     RedisError.

@@ -95,7 +95,7 @@ class EndWriter:
         self._lone_ends.pop(job.number, None)
 
     def is_waiting(self, job: HeldJob) -> bool:
-        """Whether a job's end is not written yet."""
+        """Whether a job's end still waits to be written."""
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:

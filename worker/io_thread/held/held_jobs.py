@@ -226,7 +226,7 @@ class HeldJob:
             return 0
         return int(progress.get("rows_done", 0))
 
-    def tokens_open(self) -> dict[str, int]:
+    def count_open_tokens(self) -> dict[str, int]:
         """Count the open requests' tokens: all prompt tokens, the ones not yet computed, and the tokens of answers."""
         num_prompt_tokens = 0
         num_prompt_tokens_left = 0
@@ -252,7 +252,7 @@ class HeldJob:
             return None
         self.reported_progress = reported
 
-        progress = {**reported, **self.tokens_open()}
+        progress = {**reported, **self.count_open_tokens()}
         if progress == self.shown_progress:
             return None
         self.shown_progress = progress
@@ -391,10 +391,10 @@ def _count_in(summary: Mapping[str, Any], name: str) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _unix_seconds(stored: bytes) -> float | None:
+def _unix_seconds(date_text: bytes) -> float | None:
     """Return the Unix seconds of a date in RQ's form; None for any other text and for a date before 1970."""
     try:
-        moment = datetime.fromisoformat(stored.decode())
+        moment = datetime.fromisoformat(date_text.decode())
     except ValueError:
         return None
     if moment.tzinfo is None or moment.timestamp() < 0:

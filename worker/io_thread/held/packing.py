@@ -118,7 +118,7 @@ class Packer:
         self._streaming[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Put a job back at the front of its lane. It has more requests, and their prefixes are cached."""
+        """Put a job that has further requests at the front of its lane, because their prefixes are still cached."""
         job.count_requests()
         self._streaming[job.lane].appendleft(job)
 

@@ -76,8 +76,10 @@ class Outcome:
 
     @property
     def policy(self) -> Policy:
-        """The job's own settings about running again and being kept."""
-        return self.claimed.record.policy if self.changed_policy is None else self.changed_policy
+        """The job's own settings about running again and being kept, with the changes of user code."""
+        if self.changed_policy is not None:
+            return self.changed_policy
+        return self.claimed.record.policy
 
     def next_step(self, default_result_ttl_s: int) -> NextStep:
         """Return what becomes of the job now. default_result_ttl_s: see next_step.py."""

@@ -94,8 +94,8 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
         job.restore(record.fields)
     if func_name is not None:
         job._func_name = func_name
-    for role, name in CALLBACKS.items():
-        setattr(job, f"_{name}", record.callbacks.get(role))
+    for role, field in CALLBACKS.items():
+        setattr(job, f"_{field}", record.callbacks.get(role))
     job.webhooks = list(record.webhooks)
     record.policy.put_on(job)
     return job
