@@ -17,7 +17,7 @@ FORGET_S = 10.0
 
 
 class FairShare:
-    """Decides how many jobs of one lane this worker leaves to others. Used by the I/O thread only.
+    """Decides how many jobs of one queue this worker leaves to other workers. Used by the I/O thread only.
 
     Claims divide a queue evenly among its workers (see claim.lua). But the other workers may be full or gone, or serve
     another model. Then the first job that was left to them is still in the queue at the next poll. Such a job is called
@@ -110,7 +110,7 @@ class Claimer:
         self._warned_lanes = set[int]()  # lanes for which a warning of newer jobs was logged
         self._num_claimed = 0  # jobs that count against --max-jobs
         self._num_calls = 0  # calls of claim.lua
-        # The execution of the suspect that ran alone last, and the monotonic seconds until which it runs alone.
+        # The latest suspect: its execution, and the monotonic seconds until which it runs alone.
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
@@ -160,7 +160,7 @@ class Claimer:
         lanes = list(self._tokens)
         if lanes:
             # With room for 0 jobs, a claim only returns the jobs that its token has claimed before.
-            self._claim_and_begin(lanes, rooms=[0] * len(lanes))
+            self._claim_and_open(lanes, rooms=[0] * len(lanes))
 
     def stop_counting(self, num_jobs: int) -> None:
         """Stop counting `num_jobs` claimed jobs against --max-jobs."""
@@ -198,7 +198,7 @@ class Claimer:
     def _claim_for(self, lanes: Sequence[int]) -> int:
         """Claim jobs for lanes that have room. Returns how many of the jobs this worker keeps."""
         rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
-        return self._claim_and_begin(lanes, rooms)
+        return self._claim_and_open(lanes, rooms)
 
     def _room(self, lane: int) -> int:
         """Return for how many sequences the lane may claim jobs."""
@@ -226,8 +226,8 @@ class Claimer:
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until
 
-    def _claim_and_begin(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
-        """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
+    def _claim_and_open(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
+        """Claim for lanes, and open the jobs. Returns how many of the jobs this worker keeps.
 
         rooms: how many sequences each of these lanes has room for. A job may have several sequences.
         """
@@ -236,7 +236,7 @@ class Claimer:
 
         num_claimed = 0
         for lane, claim, room in zip(lanes, claims, rooms, strict=True):
-            self._begin_claimed(lane, claim, room, moment)
+            self._add_claimed(lane, claim, room, moment)
             num_claimed += len(claim.jobs)
         self._runner.open_claimed()
 
@@ -276,8 +276,8 @@ class Claimer:
             )
         return self._store.claim(wanted, self._limits.suspect_deaths)
 
-    def _begin_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
-        """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
+    def _add_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
+        """Hold the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
         if room:  # a claim without room does not say whether workers may claim
             self._note_hold(claim.hold)
@@ -298,7 +298,7 @@ class Claimer:
 
         for job in claim.jobs:
             with self._runner.guard.around(job):
-                self._runner.begin(job, lane)
+                self._runner.add(job, lane)
         self._num_held_at_claim[lane] = 0
         if leaves_jobs_to_others:
             self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)

@@ -108,10 +108,10 @@ class JobRunner:
         """The held jobs, oldest first."""
         return [job.claimed for job in self.jobs]
 
-    # Begin
+    # Open
 
-    def begin(self, claimed: ClaimedJob, lane: int) -> None:
-        """Take up a job that was just claimed. `open_claimed` opens it later, after the jobs claimed before it."""
+    def add(self, claimed: ClaimedJob, lane: int) -> None:
+        """Hold a job that was just claimed. `open_claimed` opens it later, after the jobs that were claimed earlier."""
         job = self.jobs.add(claimed, lane)
         with self.guard.around(job):
             self._budget.add(job)

@@ -21,7 +21,7 @@ URGENT_SHARE = 0.9
 """The share of the workers that all urgent runs get together."""
 
 MARGIN = 1.25
-"""A run counts as too slow if it misses its deadline when it takes this many times the expected time."""
+"""A run counts as too slow if it would miss its deadline by taking this many times the expected time."""
 
 PROMPTS = ""
 """Stands for the run of a job that belongs to no run."""

@@ -23,8 +23,8 @@ MAX_ORDERED_JOBS = 50_000
 """The most jobs of a queue that are put in order, counted from its front."""
 
 _TURN_MS = 4500
-"""Milliseconds for which one worker keeps the others from a queue. A little less than the period, so that no period is
-left out."""
+"""Milliseconds for which a worker that orders a queue keeps other workers from doing so. They are a little less than
+PERIOD_S, so that no period is left out."""
 
 _MEMORY_S = 3600
 """Seconds for which Redis keeps the OrderMemory of a queue."""

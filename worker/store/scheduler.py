@@ -21,7 +21,7 @@ from worker.threads.functions import FunctionPool
 _REDIS_TIMEOUT_S = 10.0
 
 _REACQUIRE_S = 10.0
-"""Seconds between two attempts to get missing locks."""
+"""Seconds between two attempts to get the locks that this scheduler lacks."""
 
 _BATCH = 1000
 """The most scheduled jobs that are enqueued in each round. RQ's own limit is the same."""
@@ -98,9 +98,8 @@ class Scheduler(RQScheduler):
         if error is None:
             self._trouble.note_absence()
         else:
-            self.pid = (
-                0  # so the next round registers the scheduler again, whose hash may have expired
-            )
+            # The scheduler's hash may have expired. Without a pid, the next round registers the scheduler again.
+            self.pid = 0
             self._trouble.note(
                 type(error).__name__,
                 "the scheduler failed (%s); trying again each second",

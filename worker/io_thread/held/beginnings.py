@@ -56,7 +56,7 @@ class Beginnings:
 
         def write(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
             """Write the beginnings of jobs. Returns the lost jobs."""
-            # A function begins now. It has no `began_at` until it is handed over.
+            # The job of a waiting function has no `began_at` yet. It begins now.
             now = datetime.now(UTC)
             return store.begin([(job.claimed, job.began_at or now) for job in jobs])
 

@@ -31,7 +31,7 @@ class JobState(enum.Enum):
     OPENING = "opening"  # its task is being opened and may read files
     STREAMING = "streaming"  # its requests go to the engine as room comes free
     SENT = "sent"  # all its requests were sent to the engine, which has not completed all of them
-    FUNCTION = "function"  # its function waits until Redis shows it as begun, then runs in a thread
+    FUNCTION = "function"  # its function runs in a thread once Redis shows the job as begun
     COLLECTING = "collecting"  # its value is made from the completions
     ENDING = "ending"  # its end is computed or written, which nothing may interrupt
     WITHDRAWN = "withdrawn"  # its work was taken back from the engine and the threads
@@ -139,7 +139,9 @@ class HeldJob:
 
     def count_requests(self) -> None:
         """Note how many requests the task has. The number may change as requests are pulled and delivered."""
-        self.num_requests = None if self.open_task is None else self.open_task.num_requests
+        self.num_requests = None
+        if self.open_task is not None:
+            self.num_requests = self.open_task.num_requests
 
     # The job's record and copies
 

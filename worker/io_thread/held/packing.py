@@ -258,6 +258,7 @@ _TURN_BYTES = 1 << 20
 class PayloadBudget:
     """Decides when claimed jobs are opened. Opening a job unpacks its payload. Used by the I/O thread only.
 
+    A lane is the rank of a queue; 0 is the most urgent.
     max_held_bytes: while the hashes and unpacked payloads of a lane's open jobs have at least this many bytes, the
     lane's next job waits with its payload packed. So a lane without open jobs can always open one.
     """

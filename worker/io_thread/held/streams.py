@@ -18,7 +18,7 @@ from worker.metrics.tally import Tally
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
-"""Answers that are inspected at the same time. Each thread waits for a child process of its own."""
+"""The answers that are inspected at the same time. Each thread waits for a child process of its own."""
 
 
 class Inspections:

@@ -99,7 +99,9 @@ class Outcome:
         """
         if job is None and self.claimed.damage is None:
             return self  # the policy was checked when the job was read
-        outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
+        outcome = self
+        if job is not None:
+            outcome = replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)  # raises if the policy gives no next step
         return outcome
