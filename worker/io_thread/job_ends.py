@@ -212,9 +212,9 @@ class JobEnds:
 
         def call_back() -> Outcome | CaughtError | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
-            # `begin` extends the job's lease, and returns the job if this worker no longer holds it.
+            # `show_begun` extends the job's lease, and returns the job if this worker no longer holds it.
             began_at = outcome.started_at or outcome.ended_at
-            lost_jobs = self._store.begin([(outcome.claimed, began_at)])
+            lost_jobs = self._store.show_begun([(outcome.claimed, began_at)])
             if lost_jobs:
                 return None
             try:
@@ -234,7 +234,7 @@ class JobEnds:
             else:
                 self._write(job, reply)
 
-        # Only our own call of `begin` raises errors of Redis here. They do not fail the job: the call is made again.
+        # Only our own call of `show_begun` raises errors of Redis here. After such an error the call is made again.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(

@@ -128,7 +128,7 @@ class JobRunner:
     def _admit(self, job: HeldJob) -> None:
         """Read the job's call, then run its function or open its task. A job that may not run here is failed."""
         try:
-            call = self._admitted(job)
+            call = self._read_call(job)
             job.function_name = call.name
             job.is_ours = call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
@@ -144,8 +144,8 @@ class JobRunner:
             else:
                 self._open(job, task)
 
-    def _admitted(self, job: HeldJob) -> FunctionCall:
-        """Read a job's payload, and return its call of a function. Raises JobRefused if the job may not run here."""
+    def _read_call(self, job: HeldJob) -> FunctionCall:
+        """Read a job's payload, and return the job's call. Raises JobRefused if the job may not run here."""
         job.claimed.check_hash()
         payload = job.claimed.record.payload()
         job.payload_bytes = len(payload)

@@ -54,7 +54,7 @@ class Releases:
         if not self._waiting:
             return
         released = self._release(self._waiting, mode)
-        self._take_over(released, mode)
+        self._handle_released(released, mode)
         self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
         self._waiting.clear()
 
@@ -64,13 +64,13 @@ class Releases:
         released = self._release([fault.claimed], mode)
         # JobSetAside inserts this text after "workers died while they ran this job".
         last_fault = f", or met a fault; the last fault was {fault}"
-        self._take_over(released, mode, last_fault)
+        self._handle_released(released, mode, last_fault)
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
         abandoned = self._store.find_abandoned(queue_names, period_s)
         released = self._release(abandoned, "abandoned")
-        self._take_over(released, "abandoned")
+        self._handle_released(released, "abandoned")
 
         ids_by_worker: dict[str, list[str]] = {}
         for job in released:
@@ -87,7 +87,9 @@ class Releases:
 
         return self._guard.batch(held, job_of=lambda claimed: claimed, call=release)
 
-    def _take_over(self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = "") -> None:
+    def _handle_released(
+        self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = ""
+    ) -> None:
         """Log and count the released jobs, and end each one that this worker holds now.
 
         Such a job fails. If another worker had already written its end, only its dependents are queued.

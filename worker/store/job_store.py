@@ -202,7 +202,7 @@ class JobStore:
         no_new_start = ""  # tells the script to keep the time at which the job began
         return self._renew([(claimed, no_new_start) for claimed in held])
 
-    def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
+    def show_begun(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
         """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
 
         begun: the jobs, each with the time at which it began.

@@ -58,7 +58,7 @@ class Beginnings:
             """Write the beginnings of jobs. Returns the lost jobs."""
             # The job of a waiting function has no `began_at` yet. It begins now.
             now = datetime.now(UTC)
-            return store.begin([(job.claimed, job.began_at or now) for job in jobs])
+            return store.show_begun([(job.claimed, job.began_at or now) for job in jobs])
 
         lost = self._guard.batch(begun, job_of=lambda job: job, call=write)
         self._unshown.clear()

@@ -138,7 +138,7 @@ class HeldJob:
         self._awaited = None
 
     def count_requests(self) -> None:
-        """Note how many requests the task has. The number may change as requests are pulled and delivered."""
+        """Count the task's requests again. Their number may change as requests are pulled and delivered."""
         self.num_requests = None
         if self.open_task is not None:
             self.num_requests = self.open_task.num_requests

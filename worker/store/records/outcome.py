@@ -203,7 +203,7 @@ def _dump_in_pieces(value: Any, max_bytes: int) -> str:
 
 
 def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
-    """Return the least bytes that a value's JSON may have, and the number of values within the value.
+    """Return the least bytes that a value's JSON may have, and how many values the value consists of.
 
     Counting stops once there are more than `max_bytes` bytes.
     """
