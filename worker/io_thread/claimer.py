@@ -251,7 +251,7 @@ class Claimer:
 
     def _call_claim(self, lanes: Sequence[int], rooms: Sequence[int], moment: float) -> list[Claim]:
         """Claim for lanes in one round trip. If a reply is lost, the claim is repeated with the token kept here."""
-        wanted = []
+        requests = []
         is_idle = self._runner.num_held == 0
         self._num_calls += 1
         # A suspect (see Claimer) runs alone. So one lane may claim suspects in each call, and the lanes take turns.
@@ -261,7 +261,7 @@ class Claimer:
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             num_workers = self._poll_rates.num_workers(lane)
             num_takers, rounds_up = self._shares[lane].divisor(num_workers, moment)
-            wanted.append(
+            requests.append(
                 ClaimRequest(
                     self._queue_names[lane],
                     room,
@@ -274,7 +274,7 @@ class Claimer:
                     rounds_up=rounds_up,
                 )
             )
-        return self._store.claim(wanted, self._limits.suspect_deaths)
+        return self._store.claim(requests, self._limits.suspect_deaths)
 
     def _add_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
         """Hold the jobs that a lane claimed at `moment`, and set when the lane claims next."""

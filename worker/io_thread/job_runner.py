@@ -402,8 +402,8 @@ class JobRunner:
             """Extend leases. Returns the jobs that this worker no longer holds."""
             return store.renew([job.claimed for job in jobs])
 
-        lost = self.guard.batch(list(self.jobs), job_of=lambda job: job, call=renew_leases)
-        self.drop(lost)
+        lost_jobs = self.guard.batch(list(self.jobs), job_of=lambda job: job, call=renew_leases)
+        self.drop(lost_jobs)
 
     def show_progress(self, store: JobStore) -> None:
         """Write the progress of jobs to Redis, if it has changed since the last call."""
@@ -482,9 +482,9 @@ class JobRunner:
             self._withdraw(job, error_class)
             self._ends.fail(job, error_class())
 
-    def drop(self, lost: Sequence[ClaimedJob]) -> None:
+    def drop(self, lost_jobs: Sequence[ClaimedJob]) -> None:
         """Forget jobs that this worker has lost in Redis, unless their end is being written."""
-        execution_ids = {claimed.execution_id for claimed in lost}
+        execution_ids = {claimed.execution_id for claimed in lost_jobs}
         self.guard.for_each(self.jobs.of_executions(execution_ids), self._drop)
 
     def _drop(self, job: HeldJob) -> None:

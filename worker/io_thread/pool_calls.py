@@ -287,10 +287,10 @@ class PoolThreads:
 
     def give_up_stuck(self) -> None:
         """Give up the threads that ignore their interrupts, and log each."""
-        given_up = []
+        threads_and_lines = []
         for pool in self._pools:
-            given_up += pool.give_up_stuck(self._grace_s)
-        for thread_and_line in given_up:
+            threads_and_lines += pool.give_up_stuck(self._grace_s)
+        for thread_and_line in threads_and_lines:
             self._log.error(
                 "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
                 thread_and_line,

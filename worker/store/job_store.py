@@ -378,9 +378,9 @@ class JobStore:
         """
         common = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
         # Each job is pushed to the head of its queue, so the last job is pushed first.
-        last_first = list(reversed(held))
+        jobs = list(reversed(held))
         calls = []
-        for job in last_first:
+        for job in jobs:
             args = {
                 **common,
                 **job.address,
@@ -390,9 +390,7 @@ class JobStore:
             }
             calls.append(Call("release", args))
         replies = self._call_many(calls) if calls else []
-        return [
-            self._released_job(job, reply) for job, reply in zip(last_first, replies, strict=True)
-        ]
+        return [self._released_job(job, reply) for job, reply in zip(jobs, replies, strict=True)]
 
     def _released_job(self, job: ClaimedJob, reply: Sequence[Any]) -> ReleasedJob:
         """Return what became of a job, from the reply of release.lua."""

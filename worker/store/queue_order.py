@@ -58,8 +58,8 @@ class QueueOrder:
             return
 
         memory_key = prefixed(f"tokenmill:fair:{name}")
-        kept: Any = self._client.get(memory_key)
-        memory = OrderMemory.from_object(stored.json_object(kept))
+        memory_text: Any = self._client.get(memory_key)
+        memory = OrderMemory.from_object(stored.json_object(memory_text))
         runs, finished_rows = self._read_runs(run_ids, list(memory.rows_of))
         now = self._clock()
         memory.note_finished_rows(finished_rows, now)
@@ -151,10 +151,10 @@ def _num_in_order(job_ids: Sequence[str], last: str) -> int:
 
     The jobs behind `last` are new. If `last` stands in the queue twice, its later position counts.
     """
-    newest_first = list(reversed(job_ids))
-    if last not in newest_first:
+    ids_from_back = list(reversed(job_ids))
+    if last not in ids_from_back:
         return 0
-    num_new = newest_first.index(last)
+    num_new = ids_from_back.index(last)
     return len(job_ids) - num_new
 
 

@@ -92,7 +92,8 @@ class Registries:
         # The registry "ready" has the jobs that a killed RQ worker should have queued.
         ready_arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
         calls = [Call("enqueue_due", {"queue": name, **ready_arguments}) for name in queue_names]
-        # Cancelled jobs may still hold slots of rate limits. The script frees these slots for the jobs that wait.
+        # Cancelled jobs may still hold slots of rate limits. The script frees these slots for the jobs that wait. Each
+        # call of this method looks at some limits, chosen at random.
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [Call("rate_limits", {"key": key.decode(), **time_arguments}) for key in keys]
         self._call_many(calls)

@@ -106,8 +106,8 @@ def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        registered, has_written_lately = pipe.execute()
-    host_field, pid_field, death = registered
+        worker_fields, has_written_lately = pipe.execute()
+    host_field, pid_field, death = worker_fields
     if host_field is None or death is not None:
         return ""
 
@@ -236,7 +236,9 @@ class WorkerRecord:
         jobs: dict[str, dict[str, int]] = {}
         workers: dict[str, int] = {}
         for name in self._queue_names:
-            jobs[name] = {status: int(next(replies)) for status in ("queued", *_REGISTRIES)}
+            jobs[name] = {}
+            for status in ("queued", *_REGISTRIES):
+                jobs[name][status] = int(next(replies))
             num_held = int(next(replies))
             num_begun = int(next(replies))
             jobs[name]["claimed"] = max(0, num_held - num_begun)

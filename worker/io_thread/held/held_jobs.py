@@ -248,13 +248,13 @@ class HeldJob:
         """Return the progress of the job's task if it has changed since the last call, else None."""
         if self.open_task is None:
             return None
-        reported = self.open_task.progress()
+        task_progress = self.open_task.progress()
         # A task may return the same object for some seconds, so that its progress is not written too often.
-        if reported is None or reported is self.reported_progress:
+        if task_progress is None or task_progress is self.reported_progress:
             return None
-        self.reported_progress = reported
+        self.reported_progress = task_progress
 
-        progress = {**reported, **self.count_open_tokens()}
+        progress = {**task_progress, **self.count_open_tokens()}
         if progress == self.shown_progress:
             return None
         self.shown_progress = progress

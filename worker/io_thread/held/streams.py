@@ -158,12 +158,12 @@ class Streams:
         num_samples = job.num_samples.pop(index)
         self._packer.note_departed(job, num_samples)
         del job.open_requests[index]
-        ordered = sorted(samples, key=lambda sample: sample.index)
+        samples_in_order = sorted(samples, key=lambda sample: sample.index)
         assert job.open_task is not None
         if not job.open_task.inspects:
-            self._deliver(job, index, ordered)
+            self._deliver(job, index, samples_in_order)
             return
-        job.being_inspected[index] = ordered
+        job.being_inspected[index] = samples_in_order
 
         def is_wanted() -> bool:
             """Whether the job still waits for this answer; False if the job was stopped or lost meanwhile."""
@@ -171,9 +171,9 @@ class Streams:
 
         def then(error: BaseException | None) -> None:
             """Deliver the answer. Called in the I/O thread."""
-            self._guard.call(job, self._deliver_inspected, job, index, ordered, error)
+            self._guard.call(job, self._deliver_inspected, job, index, samples_in_order, error)
 
-        self._inspections.submit(job.open_task, index, ordered, is_wanted, then)
+        self._inspections.submit(job.open_task, index, samples_in_order, is_wanted, then)
 
     def _deliver_inspected(
         self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None

@@ -54,13 +54,13 @@ class TextStreams:
         """Make pieces of what was added to a sample's text since its last piece, unless too many pieces wait."""
         if len(self._waiting) >= MAX_WAITING:
             return
-        streamed = job.streamed.get(sample, _NO_TEXT)
-        num_tokens_before = len(streamed.token_ids)
+        sent_text = job.streamed.get(sample, _NO_TEXT)
+        num_tokens_before = len(sent_text.token_ids)
         new_token_ids = text_so_far.token_ids[num_tokens_before:]
         # For each part of the answer: its name, the text that was sent before, and the whole text now.
         parts = (
-            ("reasoning", streamed.reasoning or "", text_so_far.reasoning or ""),
-            ("text", streamed.text, text_so_far.text),
+            ("reasoning", sent_text.reasoning or "", text_so_far.reasoning or ""),
+            ("text", sent_text.text, text_so_far.text),
         )
         for part, old_text, text in parts:
             if len(text) <= len(old_text):

@@ -150,9 +150,9 @@ def frames_of(error: BaseException) -> str:
     The error's message is left out, because it may quote a prompt.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    innermost_first = list(reversed(frames))
+    frames.reverse()  # the innermost frame comes first
     calls = []
-    for frame in innermost_first[:_MAX_FRAMES]:
+    for frame in frames[:_MAX_FRAMES]:
         calls.append(f"{frame.filename}:{frame.lineno} in {frame.name}")
     return ", ".join(calls)
 
