@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class WaitingCall(NamedTuple):
     """A call that waits in line.
 
-    start: makes the call, or only ends it if its job no longer waits for it.
+    start: makes the call. If the job no longer waits for the call, `start` only ends it.
     is_awaited: whether the job still waits for the call.
     """
 

@@ -212,7 +212,7 @@ class JobStore:
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
         """Extend leases. Returns the jobs that this worker no longer holds.
 
-        held: each job with the time at which it began, or with "" if Redis shall keep the time that it has.
+        held: each job with the time at which it began, or with "" to keep the time that is in Redis.
         """
         if not held:
             return []

@@ -79,7 +79,7 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
-            # If the job's key holds another kind of value than a hash, the reply is an error, and there is no such job.
+            # If the job's key holds something other than a hash, the reply is an error, and there is no such job.
             has_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
             is_gone = has_no_hash or status in (None, b"canceled")
             if is_gone or not has_journal:

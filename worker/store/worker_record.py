@@ -99,9 +99,9 @@ def shown_loading(
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker that already has this name, such as "process 7 on host gpu1"; "" if there is none.
 
-    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
-    something in the last SILENT_S seconds and a process other than this one has its process id. In a restarted
-    container, this process may have got the killed worker's process id. Raises RedisError.
+    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living on two conditions:
+    it wrote something in the last SILENT_S seconds, and a process has its process id. This process does not count,
+    because in a restarted container it may have got the killed worker's process id. Raises RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
