@@ -64,6 +64,7 @@ class EngineLoop:
         self._report = report
         self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Wake()))
+
         # The completions of refused requests. The next report takes them.
         self._refused: list[Completion] = []
         self._is_stopped = False
@@ -73,6 +74,7 @@ class EngineLoop:
         self._newly_ended: set[str] = set()
         # When growing texts are next reported.
         self._follow_at = 0.0
+
         moment = clock()
         self._reported_at = moment  # the last report
         self._progress_at = moment  # the last report with progress

@@ -167,6 +167,7 @@ class Intake:
         self._lanes: dict[int, deque[_WaitingRequest]] = {}
         # All requests above, by their ids.
         self._by_id: dict[str, _WaitingRequest] = {}
+
         self._faults: list[tuple[str, BaseException]] = []
         self._arrival_numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
@@ -324,6 +325,7 @@ class Intake:
         request = waiting.request
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
+
         try:
             if waiting.prepared is None:  # no thread has prepared the request, because it is short
                 waiting.prepared = prepared_request(self._engine, request)

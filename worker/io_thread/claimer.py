@@ -110,12 +110,15 @@ class Claimer:
         self._warned_lanes = set[int]()  # lanes for which a warning of newer jobs was logged
         self._num_claimed = 0  # jobs that count against --max-jobs
         self._num_calls = 0  # calls of claim.lua
+
         # The latest suspect: its execution, and the monotonic seconds until which it runs alone.
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
+
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
         self._prompt_poll_timers = [Timer(PROMPT_POLL_S) for _ in parts.queue_names]
         self._paused_until = float("-inf")  # monotonic seconds
+
         self.hold: Hold = ""
         """Why no worker may claim, as the last claim found; "" if workers may claim."""
         self.idle_since = parts.clock()
@@ -254,8 +257,10 @@ class Claimer:
         requests = []
         is_idle = self._runner.num_held == 0
         self._num_calls += 1
+
         # A suspect (see Claimer) runs alone. So one lane may claim suspects in each call, and the lanes take turns.
         suspects_lane = lanes[self._num_calls % len(lanes)]
+
         for lane, room in zip(lanes, rooms, strict=True):
             # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])

@@ -84,6 +84,7 @@ class IoLoop:
 
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
+
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._refusals = LastingTrouble(
             parts.log, "Redis takes all commands again", clock=parts.clock
@@ -96,10 +97,12 @@ class IoLoop:
         # Monotonic seconds from which jobs are given back even if their ends or parts are being written.
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
+
         self._renew_timer = Timer(parts.limits.renew_period_s)
         self._progress_timer = Timer(PROGRESS_PERIOD_S)
         self._deadline_timer = Timer(DEADLINE_PERIOD_S)
         self._sweep_timer = Timer(parts.limits.sweep_period_s)
+
         self._duties = (
             self._settle,
             self._runner.texts.write,
@@ -110,6 +113,7 @@ class IoLoop:
             self._take_up_abandoned,
             maintenance.do_what_is_due,
         )
+
         self.last_turn_at = parts.clock()
         """Monotonic seconds when the last turn began."""
         self.redis_ok_at: float | None = None
@@ -279,6 +283,7 @@ class IoLoop:
         if self._phase is not Phase.SERVING:
             return
         self._phase = Phase.DRAINING
+
         num_unstarted = len(self._runner.jobs.unstarted())
         drain_s = self._limits.drain_s
         if drain_s is None:
@@ -324,6 +329,7 @@ class IoLoop:
                 raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
+
             # Many turns send nothing to Redis. Only an answer shows that an outage is over.
             has_answered = self._runner.tally.num_answers > num_answers
             if has_answered:
@@ -401,9 +407,11 @@ class IoLoop:
             problem,
             shown_error(error),
         )
+
         self._runner.tally.count_redis_error(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
+
         # The leases of living workers may have run out during the outage. These workers need time to renew their
         # leases before the next sweep.
         self._sweep_timer.postpone(moment + self._limits.lease_s)

@@ -103,6 +103,7 @@ class JobEnds:
             job.claimed.job_id,
             log_text(job, error),
         )
+
         if fault is not None:
             note = fault_line(fault)
             if note not in getattr(error, "__notes__", ()):  # a JobsError has this note already
@@ -135,6 +136,7 @@ class JobEnds:
         working_s = 0.0
         if job.started_at is not None:
             working_s = self._clock() - job.started_at
+
         outcome = Outcome(
             job.claimed,
             status,
@@ -144,6 +146,7 @@ class JobEnds:
             started_at=job.began_at,
             may_retry=may_retry,
         )
+
         has_failed = status != "finished" and outcome.is_final
         is_of_run = run_and_shard(job.claimed.job_id) is not None
         if has_failed and is_of_run:

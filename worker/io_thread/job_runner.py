@@ -367,6 +367,7 @@ class JobRunner:
             return
         self._let_go(job)
         self._beginnings.forget(job)
+
         if not is_written:
             self.tally.count_lost()
             self._log.warning(

@@ -40,9 +40,11 @@ class Reporter:
         self._runner = runner
         self._log = parts.log
         self._max_num_seqs = parts.packer.slots
+
         self._record_timer = Timer(RECORD_PERIOD_S)
         self._log_timer = Timer(LOG_PERIOD_S)
         self._point_timer = Timer(POINT_PERIOD_S)
+
         self._client = parts.clients.io
         self._redis_clock = parts.redis_clock
         self._clock_timer = Timer(CLOCK_PERIOD_S)
@@ -52,6 +54,7 @@ class Reporter:
         self._slowness = LastingTrouble(
             parts.log, "Redis answers quickly again", logging.WARNING, parts.clock
         )
+
         self.clock_warning = ""
         self._was_busy = False
         self.engine_stats: Mapping[str, Any] = {}

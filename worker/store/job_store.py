@@ -114,6 +114,7 @@ class JobStore:
         self._clock = clock
         self._models = list(models)
         self._more_models = more_models
+
         bounds = {
             "max_hash_bytes": max_hash_bytes(max_job_bytes),
             "max_hash_fields": MAX_HASH_FIELDS,
@@ -121,6 +122,7 @@ class JobStore:
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
+
         # The epoch that claim.lua returned last. The next claim sends it, to find out if Redis has lost recent writes.
         self._epoch = ""
         # The tokens of claims that have no reply yet.
@@ -330,9 +332,11 @@ class JobStore:
             execution_ended_at=outcome.ended_at,
         )
         result.serializer = JSONSerializer  # the constructor would inspect the serializer each time
+
         fields = result.serialize()
         if not has_failed and outcome.packed is not None:
             fields["return_value"] = b64encode(outcome.packed)
+
         entry: list[Any] = []
         for name, value in fields.items():
             entry += [name, value]

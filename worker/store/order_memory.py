@@ -53,12 +53,14 @@ class OrderMemory:
             samples = [Sample(float(at), float(rows)) for at, rows in fields["samples"]]
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
             front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
+
             heads = {}
             for run, (job_id, waited) in fields["heads"].items():
                 heads[str(run)] = (str(job_id), float(waited))
             priorities = {}
             for run, priority in fields.get("priorities", {}).items():
                 priorities[str(run)] = int(priority)
+
             return cls(
                 last=str(fields["last"]),
                 urgent=list(fields["urgent"]),

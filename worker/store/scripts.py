@@ -89,6 +89,7 @@ class Scripts:
             unanswered = [i for i in unanswered if isinstance(replies[i], NoScriptError)]
             if unanswered:  # the server was restarted or its scripts were flushed
                 self._load()
+
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise reply

@@ -83,10 +83,12 @@ def shown_loading(
         "started_at": began_at,
         "updated_at": began_at,
     }
+
     with client.pipeline(transaction=False) as pipe:
         pipe.sadd(WORKERS_KEY, member)
         pipe.set(key, json.dumps(facts), ex=WORKER_STATS_TTL_S)
         pipe.execute(raise_on_error=False)
+
     try:
         yield
     finally:

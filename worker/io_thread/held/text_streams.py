@@ -57,11 +57,13 @@ class TextStreams:
         sent_text = job.streamed.get(sample, _NO_TEXT)
         num_tokens_before = len(sent_text.token_ids)
         new_token_ids = text_so_far.token_ids[num_tokens_before:]
+
         # For each part of the answer: its name, the text that was sent before, and the whole text now.
         parts = (
             ("reasoning", sent_text.reasoning or "", text_so_far.reasoning or ""),
             ("text", sent_text.text, text_so_far.text),
         )
+
         for part, old_text, text in parts:
             if len(text) <= len(old_text):
                 continue

@@ -117,6 +117,7 @@ def read_claimed_job(
         damage = error
     else:
         record, damage = read_record(values, max_job_bytes)
+
     return ClaimedJob(
         job_id.decode(errors="replace"),
         execution_id.decode(),
