@@ -76,8 +76,8 @@ class EngineLoop:
         self._follow_at = 0.0
 
         moment = clock()
-        self._reported_at = moment  # the last report
-        self._progress_at = moment  # the last report with progress
+        self._reported_at = moment  # when the last report was made
+        self._progress_at = moment  # when the last report with progress was made
         self.last_turn_at = moment
         """Monotonic seconds when the last turn began."""
 

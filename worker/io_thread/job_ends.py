@@ -270,7 +270,7 @@ class JobEnds:
         self.writer.add(job, outcome)
 
     def _take_reply(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
-        """Go on with a job whose end the server has taken or refused."""
+        """Go on with a job, as the server's reply to the job's end requires."""
         if reply == "refused":
             self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
         if reply in ("lost", "refused"):

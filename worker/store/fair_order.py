@@ -119,7 +119,8 @@ class _Streams:
         if job.run in self._urgent:
             stream = "urgent"
             weight = self._urgent_weight or 1  # `_urgent_weight` is 0 if no other run waits
-        self._ends[stream] = max(not_before, self._ends[stream] + job.rows / weight)
+        end = self._ends[stream] + job.rows / weight
+        self._ends[stream] = max(not_before, end)
         return self._ends[stream]
 
 

@@ -296,13 +296,13 @@ class HeldJobs:
         self._traces = traces
         self._numbers = count()
         self._jobs: dict[int, HeldJob] = {}
-        self._by_lane: Counter[int] = Counter()
+        self._num_by_lane: Counter[int] = Counter()
 
     def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
         """Hold a job from now on."""
         job = HeldJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
-        self._by_lane[lane] += 1
+        self._num_by_lane[lane] += 1
         return job
 
     def begin_trace(self, job: HeldJob) -> None:
@@ -313,11 +313,11 @@ class HeldJobs:
     def remove(self, job: HeldJob) -> None:
         """Stop holding a job. Raises KeyError if it is not held."""
         del self._jobs[job.number]
-        self._by_lane[job.lane] -= 1
+        self._num_by_lane[job.lane] -= 1
 
     def num_of(self, lane: int) -> int:
         """Return how many jobs of this lane are held."""
-        return self._by_lane[lane]
+        return self._num_by_lane[lane]
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -41,9 +41,9 @@ class Packer:
     largest of the last counts.
 
     A lane is the rank of a queue; 0 is the most urgent. A lane's jobs are served in the order in which their tasks were
-    opened. A lane counts only its own sequences and the sequences of more urgent lanes. So a full batch of a less
-    urgent lane never holds back an urgent prompt. Every lane may have `prefetch` sequences in the engine. The engine's
-    scheduler gives a less urgent lane its share.
+    opened. A lane's room depends only on its own sequences and the sequences of more urgent lanes. So a full batch of
+    a less urgent lane never holds back an urgent prompt. Every lane may have `prefetch` sequences in the engine. The
+    engine's scheduler gives a less urgent lane its share.
     """
 
     def __init__(
