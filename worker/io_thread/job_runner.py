@@ -337,6 +337,7 @@ class JobRunner:
         if job.is_ours and not self._callbacks.may_get_job(record):
             if record.is_heavy:  # dropping a small payload would save nothing
                 job.replace_record(record.without_payload())
+            # From now on the unpacked payload does not count.
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:

@@ -323,7 +323,7 @@ def check_json_fields(values: Mapping[bytes, bytes]) -> None:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A job's payload: a function's dotted name and its arguments. Nothing has been imported for it."""
+    """A job's payload: a function's dotted name and its arguments. No module has been imported for it yet."""
 
     name: str
     args: list[Any]
