@@ -174,7 +174,7 @@ class IoLoop:
 
     @property
     def warning(self) -> str:
-        """A trouble that does not keep the worker from claiming jobs; "" if there is none. Any thread may ask."""
+        """What is wrong with Redis or with this machine's clock; "" if nothing is. Any thread may ask."""
         if self._outage.lasts or self._refusals.lasts:
             return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
