@@ -411,7 +411,7 @@ class _WorkerSeen:
             ran_ms={"bulk": ended * 5_200, "prompts": ended * 700},
         )
         self._record.show(state, None, {"held": {"bulk": point.jobs_held}}, point)
-        self._record.keep(point)
+        self._record.add_point(point)
 
     def _depth(self) -> dict[str, int]:
         jobs, _ = self._record.count()

@@ -29,7 +29,7 @@ from worker.store.user_code import Callbacks
 
 STEPS: dict[str, tuple[Any, str]] = {
     "claim": (JobStore, "claim"),
-    "begin": (JobRunner, "begin"),
+    "begin": (JobRunner, "add"),
     "renew": (JobStore, "renew"),
     "progress": (JobStore, "show_progress"),
     "finish": (JobStore, "finish"),
@@ -124,7 +124,7 @@ def serve(plan: WorkerPlan) -> None:
         ),
         FAKE_STEP_S="0.02",
     )
-    _before(JobRunner, "begin", plan.has_work.touch)
+    _before(JobRunner, "add", plan.has_work.touch)
     if plan.strike is not None:
         if plan.strike.action == "clock jump":
             clock.install()

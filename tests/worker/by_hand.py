@@ -81,7 +81,7 @@ class ByHand:
     def claim(self) -> None:
         wanted = ClaimRequest("bulk", 100, uuid4().hex[:24], takes_suspects=True, max_functions=2)
         for claimed in self.store.claim([wanted], float("inf"))[0].jobs:
-            self.runner.begin(claimed, 0)
+            self.runner.add(claimed, 0)
         self.runner.open_claimed()
         self.runner.show_begun(self.store)
 

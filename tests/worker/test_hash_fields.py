@@ -164,7 +164,7 @@ def test_a_takeover_tells_whose_job_it_takes_why_and_how_many_workers_have_died_
     job = queue.enqueue("jobs.complete", "a", max_tokens=1)
     (held,) = claim(dead)
     if has_begun:
-        assert dead.begin([(held, now())]) == []
+        assert dead.show_begun([(held, now())]) == []
     redis.delete(f"rq:execution:{job.id}:{held.execution_id}", "tokenmill:maintenance:bulk")
     work_off_once = [whole.turn() for _ in range(6)]
     assert all(work_off_once)
@@ -187,7 +187,7 @@ def test_a_takeover_of_many_jobs_is_one_line(
     for _ in range(5):
         queue.enqueue("jobs.complete", "a", max_tokens=1)
     held = claim(dead)
-    assert dead.begin([(each, now()) for each in held]) == []
+    assert dead.show_begun([(each, now()) for each in held]) == []
     for each in held:
         queue.connection.delete(f"rq:execution:{each.job_id}:{each.execution_id}")
     queue.connection.delete("tokenmill:maintenance:bulk")

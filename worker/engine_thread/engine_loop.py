@@ -64,6 +64,7 @@ class EngineLoop:
         self._report = report
         self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Wake()))
+
         # The completions of refused requests. The next report takes them.
         self._refused: list[Completion] = []
         self._is_stopped = False
@@ -73,9 +74,10 @@ class EngineLoop:
         self._newly_ended: set[str] = set()
         # When growing texts are next reported.
         self._follow_at = 0.0
+
         moment = clock()
-        self._reported_at = moment  # the last report
-        self._progress_at = moment  # the last report with progress
+        self._reported_at = moment  # when the last report was made
+        self._progress_at = moment  # when the last report with progress was made
         self.last_turn_at = moment
         """Monotonic seconds when the last turn began."""
 
@@ -129,7 +131,7 @@ class EngineLoop:
         return True
 
     def _carry_out(self, order: Add | Abort | Wake | ReportTokens) -> None:
-        """Carry out an order. A Wake needs nothing more, because every turn takes prepared requests from the intake."""
+        """Carry out an order. A Wake only begins a turn, and every turn takes the prepared requests from the intake."""
         if isinstance(order, Add):
             if order.is_followed:
                 self._followed.add(order.request_id)

@@ -75,7 +75,8 @@ class _WaitingRequest:
         sampling = add.request.sampling
         has_grammar = bool(sampling.get("structured_outputs") or sampling.get("tool_choice"))
         has_adapter = sampling.get("adapter") is not None
-        # Compiling a grammar may take long. The first request of an adapter reads its files, which may take long too.
+        # Compiling a grammar may take long. The first request with an adapter reads the adapter's files, which may
+        # take long too.
         self.awaits_thread = self.size > MAX_SHORT_CHARS or has_grammar or has_adapter
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.grammar: Future[Any] | None = None
@@ -132,7 +133,7 @@ class _Preparers(FunctionPool):
 
     def submit_request(self, waiting: _WaitingRequest) -> None:
         """Queue a request, to be prepared in a thread."""
-        # A lane that had no requests for a while does not make up for that time now.
+        # A lane that was empty for a while starts at the present virtual time. It gets no extra turns for that while.
         start = max(self._virtual_time, self._next_start.get(waiting.lane, 0))
         self._next_start[waiting.lane] = start + URGENT_TURNS**waiting.lane
 
@@ -160,14 +161,15 @@ class Intake:
         self._compiled: deque[_WaitingRequest] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_WaitingRequest]](deque)
-        # By request id: the lane of each request that does not run yet, but whose pictures were given to a thread.
-        self._ahead: dict[str, int] = {}
+        # By request id: the lane of each request whose pictures were given to a thread, until the request runs.
+        self._decoded: dict[str, int] = {}
         # All other waiting requests, by lane. A lane without requests is left out.
         self._lanes: dict[int, deque[_WaitingRequest]] = {}
         # All requests above, by their ids.
         self._by_id: dict[str, _WaitingRequest] = {}
+
         self._faults: list[tuple[str, BaseException]] = []
-        self._numbers = count()
+        self._arrival_numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
         self._long_preparers = _Preparers(1, "tokenmill-long-prompts", report)
 
@@ -187,7 +189,7 @@ class Intake:
 
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
-        waiting = _WaitingRequest(self._engine, add, next(self._numbers))
+        waiting = _WaitingRequest(self._engine, add, next(self._arrival_numbers))
         self._by_id[add.request_id] = waiting
         if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
             self._pictured[add.lane].append(waiting)
@@ -206,17 +208,17 @@ class Intake:
     def note_begun_or_ended(self, request_ids: Iterable[str]) -> None:
         """Note which requests run or have ended. Then the next requests with pictures can be prepared."""
         for request_id in request_ids:
-            self._ahead.pop(request_id, None)
+            self._decoded.pop(request_id, None)
         self._prepare_pictured()
 
     def _prepare_pictured(self) -> None:
         """Prepare the next requests with pictures, up to PICTURES_AHEAD for each lane."""
-        num_ahead = Counter(self._ahead.values())  # by lane
+        num_decoded = Counter(self._decoded.values())  # by lane
         for lane, queue in self._pictured.items():
-            while queue and num_ahead[lane] < PICTURES_AHEAD:
-                num_ahead[lane] += 1
+            while queue and num_decoded[lane] < PICTURES_AHEAD:
+                num_decoded[lane] += 1
                 waiting = queue.popleft()
-                self._ahead[waiting.request_id] = lane
+                self._decoded[waiting.request_id] = lane
                 self._put_in_lane(waiting)
                 self._prepare(waiting)
 
@@ -323,6 +325,7 @@ class Intake:
         request = waiting.request
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
+
         try:
             if waiting.prepared is None:  # no thread has prepared the request, because it is short
                 waiting.prepared = prepared_request(self._engine, request)

@@ -38,8 +38,9 @@ def decode_pictures(value: Any) -> Any:
         arrays.append(pixels.reshape(picture.height, picture.width, 3))
         pixels_left -= picture.height * picture.width
 
-    parts = filled(value, arrays)
-    if "role" in parts[0]:  # the messages of a chat
-        return parts
+    messages_or_parts = filled(value, arrays)
+    is_chat = "role" in messages_or_parts[0]
+    if is_chat:
+        return messages_or_parts
     # The engine takes the texts and pictures themselves, not the JSON objects that hold them.
-    return [part["text"] if "text" in part else part["image"] for part in parts]
+    return [part["text"] if "text" in part else part["image"] for part in messages_or_parts]

@@ -1,1 +1,1 @@
-"""The I/O thread. Only this thread changes held jobs. It talks to Redis for them."""
+"""The I/O thread, which claims and holds jobs. Only this thread changes held jobs."""

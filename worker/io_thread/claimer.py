@@ -17,13 +17,13 @@ FORGET_S = 10.0
 
 
 class FairShare:
-    """Decides how many jobs of one lane this worker leaves to others. Used by the I/O thread only.
+    """Decides how many jobs of one queue this worker leaves to other workers. Used by the I/O thread only.
 
     Claims divide a queue evenly among its workers (see claim.lua). But the other workers may be full or gone, or serve
     another model. Then the first job that was left to them is still in the queue at the next poll. Such a job is called
     untouched. After the first untouched job, this worker rounds its share up. Each further untouched job halves the
-    number of workers by which this worker divides the queue. After FORGET_S seconds without an untouched job, it
-    divides by all workers again.
+    number of workers by which this worker divides the queue. After FORGET_S seconds without an untouched job, this
+    worker divides by all workers again.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,11 @@ class FairShare:
         first_left: the id of the first job that was left, "" for none. poll_s: seconds between two polls of a worker.
         claimed_ids: the ids of the claimed jobs. One of them may be the job that was left by the previous claim.
         """
-        # The watched job was untouched if it was still in the queue: this claim left it again, or took it.
+        # The watched job is the one that the previous claim left first. It was still in the queue if this claim left
+        # it again, or took it.
         watched_id = self._first_left
-        was_untouched = watched_id == first_left or watched_id in claimed_ids
-        if watched_id == "" or not was_untouched:
+        was_in_queue = watched_id == first_left or watched_id in claimed_ids
+        if watched_id == "" or not was_in_queue:
             self._left_at = moment  # from now on another job is watched
         elif first_left and moment - self._left_at >= poll_s:
             # Each other worker has polled since then, and none has taken the job.
@@ -101,19 +102,23 @@ class Claimer:
 
         # By lane: the token of a claim whose reply has not come yet.
         self._tokens: dict[int, str] = {}
-        # By lane: the number of jobs that the worker held after the last claim; 0 if that claim left no jobs to other
-        # workers. The lane claims again as soon as half of these jobs have ended.
+        # By lane: the number of the lane's jobs that the worker held after the last claim, if that claim left jobs to
+        # other workers; else 0. The lane claims again as soon as half of these jobs have ended.
         self._num_held_at_claim = [0] * len(parts.queue_names)
         # By lane: the number of jobs that the last claim left to workers with another model or version.
         self._num_foreign = [0] * len(parts.queue_names)
         self._warned_lanes = set[int]()  # lanes for which a warning of newer jobs was logged
         self._num_claimed = 0  # jobs that count against --max-jobs
         self._num_calls = 0  # calls of claim.lua
+
+        # The latest suspect: its execution, and the monotonic seconds until which it runs alone.
         self._suspect_execution = ""
         self._isolated_until = float("-inf")
+
         self._poll_timers = [Timer(POLL_S) for _ in parts.queue_names]
         self._prompt_poll_timers = [Timer(PROMPT_POLL_S) for _ in parts.queue_names]
-        self._paused_until = float("-inf")
+        self._paused_until = float("-inf")  # monotonic seconds
+
         self.hold: Hold = ""
         """Why no worker may claim, as the last claim found; "" if workers may claim."""
         self.idle_since = parts.clock()
@@ -126,7 +131,8 @@ class Claimer:
             return
 
         lanes_with_room = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
-        # A lane without room does not touch its timer. So it claims as soon as it has room.
+        # `_is_due` starts a lane's timer again. It is asked only for lanes with room, so that a full lane whose period
+        # is over claims as soon as it has room.
         due_lanes = [lane for lane in lanes_with_room if self._is_due(lane, moment)]
         if not due_lanes or self._has_suspect(moment):
             return
@@ -157,7 +163,7 @@ class Claimer:
         lanes = list(self._tokens)
         if lanes:
             # With room for 0 jobs, a claim only returns the jobs that its token has claimed before.
-            self._claim_and_begin(lanes, rooms=[0] * len(lanes))
+            self._claim_and_open(lanes, rooms=[0] * len(lanes))
 
     def stop_counting(self, num_jobs: int) -> None:
         """Stop counting `num_jobs` claimed jobs against --max-jobs."""
@@ -195,7 +201,7 @@ class Claimer:
     def _claim_for(self, lanes: Sequence[int]) -> int:
         """Claim jobs for lanes that have room. Returns how many of the jobs this worker keeps."""
         rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
-        return self._claim_and_begin(lanes, rooms)
+        return self._claim_and_open(lanes, rooms)
 
     def _room(self, lane: int) -> int:
         """Return for how many sequences the lane may claim jobs."""
@@ -223,8 +229,8 @@ class Claimer:
             self._isolated_until = moment + ISOLATION_S
         return moment < self._isolated_until
 
-    def _claim_and_begin(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
-        """Claim for lanes and begin the jobs. Returns how many of the jobs this worker keeps.
+    def _claim_and_open(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
+        """Claim for lanes, and open the jobs. Returns how many of the jobs this worker keeps.
 
         rooms: how many sequences each of these lanes has room for. A job may have several sequences.
         """
@@ -233,7 +239,7 @@ class Claimer:
 
         num_claimed = 0
         for lane, claim, room in zip(lanes, claims, rooms, strict=True):
-            self._begin_claimed(lane, claim, room, moment)
+            self._add_claimed(lane, claim, room, moment)
             num_claimed += len(claim.jobs)
         self._runner.open_claimed()
 
@@ -248,17 +254,19 @@ class Claimer:
 
     def _call_claim(self, lanes: Sequence[int], rooms: Sequence[int], moment: float) -> list[Claim]:
         """Claim for lanes in one round trip. If a reply is lost, the claim is repeated with the token kept here."""
-        wanted = []
+        requests = []
         is_idle = self._runner.num_held == 0
         self._num_calls += 1
+
         # A suspect (see Claimer) runs alone. So one lane may claim suspects in each call, and the lanes take turns.
         suspects_lane = lanes[self._num_calls % len(lanes)]
+
         for lane, room in zip(lanes, rooms, strict=True):
             # A call that is sent again with the same token claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             num_workers = self._poll_rates.num_workers(lane)
             num_takers, rounds_up = self._shares[lane].divisor(num_workers, moment)
-            wanted.append(
+            requests.append(
                 ClaimRequest(
                     self._queue_names[lane],
                     room,
@@ -271,10 +279,10 @@ class Claimer:
                     rounds_up=rounds_up,
                 )
             )
-        return self._store.claim(wanted, self._limits.suspect_deaths)
+        return self._store.claim(requests, self._limits.suspect_deaths)
 
-    def _begin_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
-        """Begin the jobs that a lane claimed at `moment`, and set when the lane claims next."""
+    def _add_claimed(self, lane: int, claim: Claim, room: int, moment: float) -> None:
+        """Hold the jobs that a lane claimed at `moment`, and set when the lane claims next."""
         del self._tokens[lane]
         if room:  # a claim without room does not say whether workers may claim
             self._note_hold(claim.hold)
@@ -295,7 +303,7 @@ class Claimer:
 
         for job in claim.jobs:
             with self._runner.guard.around(job):
-                self._runner.begin(job, lane)
+                self._runner.add(job, lane)
         self._num_held_at_claim[lane] = 0
         if leaves_jobs_to_others:
             self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane)
@@ -305,7 +313,7 @@ class Claimer:
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "
-                "left to its workers: replace this worker by one of that version",
+                "left to workers of that version: replace this worker with one of them",
                 self._queue_names[lane],
                 num_newer,
                 version("tokenmill"),

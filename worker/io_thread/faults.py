@@ -9,7 +9,7 @@ from sandbox.exhausted import is_exhausted
 from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3
-"""The worker leaves after this many faults with jobs of one function, if none of these jobs ended well in between."""
+"""The worker leaves after this many faults in a row with jobs of one function. A job that ends well ends the row."""
 
 PAUSE_S = 1.0
 """Seconds for which a worker claims nothing after a fault, so that another worker takes the job."""

@@ -69,20 +69,22 @@ class IoLoop:
     def __init__(self, parts: Parts, record: WorkerRecord, maintenance: Maintenance) -> None:
         self._queue_names = parts.queue_names
         self._store = parts.store
-        limits = parts.limits
         self._poll_rates = parts.poll_rates
         self._budget = parts.budget
         self._orders = parts.orders
-        self._limits = limits
+        self._limits = parts.limits
         self._log = parts.log
         self._events = parts.events
         self._clock = parts.clock
+
         self._runner = JobRunner(parts)
         self._claimer = Claimer(parts, self._runner)
         self._stock_jobs = StockJobs(parts.clients.io, parts.store, parts.redis_clock)
         self.reporter = Reporter(parts, record, self._runner)
+
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
+
         self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._refusals = LastingTrouble(
             parts.log, "Redis takes all commands again", clock=parts.clock
@@ -95,20 +97,23 @@ class IoLoop:
         # Monotonic seconds from which jobs are given back even if their ends or parts are being written.
         self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"  # how the held jobs are given back
-        self._renew_timer = Timer(limits.renew_period_s)
+
+        self._renew_timer = Timer(parts.limits.renew_period_s)
         self._progress_timer = Timer(PROGRESS_PERIOD_S)
         self._deadline_timer = Timer(DEADLINE_PERIOD_S)
-        self._sweep_timer = Timer(limits.sweep_period_s)
+        self._sweep_timer = Timer(parts.limits.sweep_period_s)
+
         self._duties = (
             self._settle,
             self._runner.texts.write,
-            self._show_record,  # must come before the first claim, because it counts the other workers
+            self._show_record,  # comes before the claims, which need the number of workers that it counts
             self._claim_or_give_back,
             self._keep_leases,
             self._show_progress,
             self._take_up_abandoned,
             maintenance.do_what_is_due,
         )
+
         self.last_turn_at = parts.clock()
         """Monotonic seconds when the last turn began."""
         self.redis_ok_at: float | None = None
@@ -169,7 +174,7 @@ class IoLoop:
 
     @property
     def warning(self) -> str:
-        """What is wrong while the worker still claims jobs; empty if nothing is wrong. Any thread may ask."""
+        """What is wrong with Redis or with this machine's clock; "" if nothing is. Any thread may ask."""
         if self._outage.lasts or self._refusals.lasts:
             return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
@@ -278,6 +283,7 @@ class IoLoop:
         if self._phase is not Phase.SERVING:
             return
         self._phase = Phase.DRAINING
+
         num_unstarted = len(self._runner.jobs.unstarted())
         drain_s = self._limits.drain_s
         if drain_s is None:
@@ -323,6 +329,7 @@ class IoLoop:
                 raise refusals[0]  # handled below like an outage, but only after every duty
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
+
             # Many turns send nothing to Redis. Only a reply shows that an outage is over.
             has_replied = self._runner.tally.num_replies > num_replies_before
             if has_replied:
@@ -382,6 +389,7 @@ class IoLoop:
             fault = faults.waiting[0]
             with self._runner.guard.around(fault.claimed):
                 self._runner.releases.give_back_faulty(fault)
+            # Not earlier, so that after an outage of Redis the next turn gives the job back.
             del faults.waiting[0]
             self._claimer.stop_counting(1)
             self._claimer.pause(self._clock() + PAUSE_S)
@@ -399,15 +407,17 @@ class IoLoop:
             problem,
             shown_error(error),
         )
+
         self._runner.tally.count_redis_error(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
+
         # The leases of living workers may have run out during the outage. These workers need time to renew their
         # leases before the next sweep.
         self._sweep_timer.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave(
-                "left without giving back what ran: other workers take it up when its leases end"
+                "left without giving back the running jobs: other workers take them up when their leases end"
             )
 
     # Duties
@@ -448,14 +458,17 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether leaving has taken too long. If so, the worker no longer waits for ends and parts to be written."""
+        """Whether leaving has taken too long, and no journal must be awaited any more.
+
+        If so, the worker no longer waits for ends and parts to be written.
+        """
         return moment >= self._leave_by and not self._runner.journals.are_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:
         """Leave if there is a reason to, and no job is held. If leaving has taken too long, leave in any case."""
         if self._phase is Phase.LEAVING:
             if not self._runner.num_held or self._is_overdue(moment):
-                self._leave("left without finishing what ran")
+                self._leave("left without finishing the running jobs")
         elif self._runner.num_held:
             self._claimer.idle_since = moment
         elif self._phase is Phase.DRAINING:

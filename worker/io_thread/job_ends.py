@@ -48,7 +48,7 @@ def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
 
 
 def log_text(job: HeldJob, error: BaseException) -> str:
-    """Return in one line why a job failed. If the error's message may quote a prompt, this is only the error's name."""
+    """Return one line that says why a job failed: only the error's name if its message may quote a prompt."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         message = error.log_text  # this text quotes no prompt
@@ -103,6 +103,7 @@ class JobEnds:
             job.claimed.job_id,
             log_text(job, error),
         )
+
         if fault is not None:
             note = fault_line(fault)
             if note not in getattr(error, "__notes__", ()):  # a JobsError has this note already
@@ -135,6 +136,7 @@ class JobEnds:
         working_s = 0.0
         if job.started_at is not None:
             working_s = self._clock() - job.started_at
+
         outcome = Outcome(
             job.claimed,
             status,
@@ -144,6 +146,7 @@ class JobEnds:
             started_at=job.began_at,
             may_retry=may_retry,
         )
+
         has_failed = status != "finished" and outcome.is_final
         is_of_run = run_and_shard(job.claimed.job_id) is not None
         if has_failed and is_of_run:
@@ -212,9 +215,9 @@ class JobEnds:
 
         def call_back() -> Outcome | CaughtError | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
-            # `begin` extends the job's lease, and returns the job if this worker no longer holds it.
+            # `show_begun` extends the job's lease, and returns the job if this worker no longer holds it.
             began_at = outcome.started_at or outcome.ended_at
-            lost_jobs = self._store.begin([(outcome.claimed, began_at)])
+            lost_jobs = self._store.show_begun([(outcome.claimed, began_at)])
             if lost_jobs:
                 return None
             try:
@@ -234,14 +237,15 @@ class JobEnds:
             else:
                 self._write(job, reply)
 
-        # Only our own call of `begin` raises errors of Redis here. They do not fail the job: the call is made again.
+        # Only our own call of `show_begun` raises errors of Redis here. After such an error the call is made again.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(
         self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None = None
     ) -> None:
-        """Fail a job whose success callback raised, as RQ does. After another callback, only change the failure's text.
+        """Fail a job whose success callback raised, as RQ does.
 
+        If the callback of a failed or stopped job raised, only replace the traceback of the job's end.
         text: the callback's traceback; by default it is made of `failure`.
         """
         if outcome.status == "finished":
@@ -266,7 +270,7 @@ class JobEnds:
         self.writer.add(job, outcome)
 
     def _take_reply(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
-        """Go on with a job whose end the server has taken or refused."""
+        """Go on with a job, as the server's reply to the job's end requires."""
         if reply == "refused":
             self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
         if reply in ("lost", "refused"):

@@ -58,13 +58,15 @@ class JobRunner:
         self._functions = parts.functions
         self._enders = parts.enders
         self._webhook_pool = parts.callbacks.webhooks.pool
+        self._traces = traces
+        self.tally = parts.tally
+
         self.jobs = HeldJobs(traces)
         # Claimed jobs to give back, because this worker has no thread or no adapter for them.
         self._surplus = list[ClaimedJob]()
         self.faults = WorkerFaults()
-        self.tally = parts.tally
-        self._traces = traces
         self.guard = JobGuard(log, parts.tally, self)
+
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
         self._files = TaskFiles(
             parts.packer, self._calls, shared_context.file_timeout_s, log, clock
@@ -106,10 +108,10 @@ class JobRunner:
         """The held jobs, oldest first."""
         return [job.claimed for job in self.jobs]
 
-    # Begin
+    # Open
 
-    def begin(self, claimed: ClaimedJob, lane: int) -> None:
-        """Take up a job that was just claimed. `open_claimed` opens it later, after the jobs claimed before it."""
+    def add(self, claimed: ClaimedJob, lane: int) -> None:
+        """Hold a job that was just claimed. `open_claimed` opens it later, after the jobs that were claimed earlier."""
         job = self.jobs.add(claimed, lane)
         with self.guard.around(job):
             self._budget.add(job)
@@ -126,11 +128,12 @@ class JobRunner:
     def _admit(self, job: HeldJob) -> None:
         """Read the job's call, then run its function or open its task. A job that may not run here is failed."""
         try:
-            call = self._admitted(job)
+            call = self._read_call(job)
             job.function_name = call.name
             job.is_ours = call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
+            # A refused job fails for good, and none of its callbacks and webhooks is called.
             job.replace_record(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; a bad one fails only its own job
@@ -141,8 +144,8 @@ class JobRunner:
             else:
                 self._open(job, task)
 
-    def _admitted(self, job: HeldJob) -> FunctionCall:
-        """Return the job's call. Raises JobRefused if it may not run here."""
+    def _read_call(self, job: HeldJob) -> FunctionCall:
+        """Read a job's payload, and return the job's call. Raises JobRefused if the job may not run here."""
         job.claimed.check_hash()
         payload = job.claimed.record.payload()
         job.payload_bytes = len(payload)
@@ -194,8 +197,9 @@ class JobRunner:
         return partial(function, context, *call.args, **call.kwargs)
 
     def _stop_counting_function(self, job: HeldJob, _: Any = None) -> None:
-        """Stop counting a job's function. Notices are not counted, because they have threads of their own."""
-        if job.function_name != POSTING:
+        """Stop counting a job's function. A notice was never counted, because notices have threads of their own."""
+        sends_notice = job.function_name == POSTING
+        if not sends_notice:
             self._packer.remove_function(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
@@ -333,6 +337,7 @@ class JobRunner:
         if job.is_ours and not self._callbacks.may_get_job(record):
             if record.is_heavy:  # dropping a small payload would save nothing
                 job.replace_record(record.without_payload())
+            # From now on the unpacked payload does not count.
             self._budget.set_bytes(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
@@ -363,6 +368,7 @@ class JobRunner:
             return
         self._let_go(job)
         self._beginnings.forget(job)
+
         if not is_written:
             self.tally.count_lost_claim()
             self._log.warning(
@@ -398,8 +404,8 @@ class JobRunner:
             """Extend leases. Returns the jobs that this worker no longer holds."""
             return store.renew([job.claimed for job in jobs])
 
-        lost = self.guard.batch(list(self.jobs), lambda job: job, renew_leases)
-        self.drop(lost)
+        lost_jobs = self.guard.batch(list(self.jobs), job_of=lambda job: job, call=renew_leases)
+        self.drop(lost_jobs)
 
     def show_progress(self, store: JobStore) -> None:
         """Write the progress of jobs to Redis, if it has changed since the last call."""
@@ -419,7 +425,7 @@ class JobRunner:
             job, _ = entry
             return job
 
-        self.guard.batch(changed, job_of, show)
+        self.guard.batch(changed, job_of=job_of, call=show)
 
     # Interrupt
 
@@ -472,15 +478,15 @@ class JobRunner:
 
         error_class = timeout_error(job.limit_s)
         if job.is_function and job.call is not None:  # its thread reports the end
-            if not job.is_overdue:
+            if not job.was_interrupted:
                 job.interrupt_function(error_class)
         else:
             self._withdraw(job, error_class)
             self._ends.fail(job, error_class())
 
-    def drop(self, lost: Sequence[ClaimedJob]) -> None:
+    def drop(self, lost_jobs: Sequence[ClaimedJob]) -> None:
         """Forget jobs that this worker has lost in Redis, unless their end is being written."""
-        execution_ids = {claimed.execution_id for claimed in lost}
+        execution_ids = {claimed.execution_id for claimed in lost_jobs}
         self.guard.for_each(self.jobs.of_executions(execution_ids), self._drop)
 
     def _drop(self, job: HeldJob) -> None:
@@ -556,8 +562,8 @@ class JobRunner:
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
         """Let go of all jobs except those whose end is being computed or written. The caller gives the jobs back.
 
-        parts_too: whether to let go also of jobs whose part is being written. If it is False, a store that refuses
-        the part can keep such a job here for long.
+        parts_too: whether to let go also of jobs whose part is being written. If not, a job stays here for as long as
+        an object store refuses its part.
         """
 
         def may_go(job: HeldJob) -> bool:

@@ -88,7 +88,7 @@ RENEWALS_PER_S = 1000.0
 class PollRates:
     """Sets the periods of polls and renewals. The more workers or begun jobs there are, the longer the periods.
 
-    Used by the I/O thread only.
+    A lane is the rank of a queue; 0 is the most urgent. Used by the I/O thread only.
     """
 
     def __init__(

@@ -27,19 +27,21 @@ class Maintenance:
     """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
+        self._queue_names = parts.queue_names
+        self._client = parts.clients.pool
+        self._pool = parts.enders
+        self._tally = parts.tally
+        self._scheduler = scheduler
         self._registries = Registries(parts.clients.pool, parts.redis_clock)
         self._queue_order = QueueOrder(parts.clients.pool, parts.redis_clock)
-        self._queue_names = parts.queue_names
-        self._pool = parts.enders
         self._trouble = LastingTrouble(parts.log, "Redis is cleaned up again")
-        self._scheduler = scheduler
+
         self._schedule_timer = Timer(_SCHEDULER_PERIOD_S)
-        self._clean_timer = Timer(period_s)
-        self._left_jobs_timer = Timer(_LEFT_JOBS_PERIOD_S)
         self._numbers_timer = Timer(_NUMBERS_PERIOD_S)
-        self._client = parts.clients.pool
-        self._tally = parts.tally
+        self._left_jobs_timer = Timer(_LEFT_JOBS_PERIOD_S)
         self._order_timer = Timer(PERIOD_S)
+        self._clean_timer = Timer(period_s)
+
         self._adapters = parts.environment.shared_context.adapters
         self._adapter_timer = Timer(_ADAPTERS_PERIOD_S)
         self._adapter_trouble = LastingTrouble(

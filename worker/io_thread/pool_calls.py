@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class WaitingCall(NamedTuple):
     """A call that waits in line.
 
-    start: makes the call, or only ends it if its job no longer waits for it.
+    start: makes the call. If the job no longer waits for the call, `start` only ends it.
     is_awaited: whether the job still waits for the call.
     """
 
@@ -64,6 +64,7 @@ class RoomLine:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # Monotonic seconds from which the first call in line is made again.
         self._again_at = clock()
         self._waiting: dict[Place, WaitingCall] = {}
         # The place of the call that is being retried. The calls behind it wait.
@@ -72,7 +73,7 @@ class RoomLine:
     def begin(
         self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
     ) -> None:
-        """Make a call now. If a call with an earlier place waits or is being retried, let this call wait for its turn.
+        """Make a call now, or let it wait in line if a call with an earlier place waits or is being retried.
 
         start: makes the call if the job still waits for it; otherwise `start` only ends the call. is_awaited: whether
         the job still waits for the call. The next `try_again` ends each call for which no job waits.
@@ -171,7 +172,7 @@ class PoolCalls:
         self._post = post
         self._on_withdrawn = on_withdrawn
         self._guard = guard
-        self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
+        self._outage = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
         # The calls that met an outage. They are made again at `_try_again_at`.
         self._delayed: list[_Submission] = []
@@ -239,7 +240,7 @@ class PoolCalls:
 
     def _delay(self, submission: _Submission, error: BaseException) -> None:
         """Have a call made again after a pause. error: why it was not carried out."""
-        self._delays.note(
+        self._outage.note(
             type(error).__name__,
             "job %s: not carried out yet (%s); trying again",
             submission.job.claimed.job_id,
@@ -250,10 +251,10 @@ class PoolCalls:
         self._delayed.append(submission)
 
     def try_again(self) -> None:
-        """Start the calls that wait, once their pause is over."""
+        """Make the waiting calls whose pause is over: calls that found no memory, and calls that met an outage."""
         self._line.try_again()
         if not self._delayed:
-            self._delays.note_absence()
+            self._outage.note_absence()
         elif self._clock() >= self._try_again_at:
             due = self._delayed
             self._delayed = []
@@ -286,10 +287,10 @@ class PoolThreads:
 
     def give_up_stuck(self) -> None:
         """Give up the threads that ignore their interrupts, and log each."""
-        given_up = []
+        threads_and_lines = []
         for pool in self._pools:
-            given_up += pool.give_up_stuck(self._grace_s)
-        for thread_and_line in given_up:
+            threads_and_lines += pool.give_up_stuck(self._grace_s)
+        for thread_and_line in threads_and_lines:
             self._log.error(
                 "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
                 thread_and_line,

@@ -53,27 +53,27 @@ class Releases:
         self._waiting.extend(jobs)
         if not self._waiting:
             return
-        released = self._release(self._waiting, mode)
-        self._take_over(released, mode)
+        released_jobs = self._release(self._waiting, mode)
+        self._handle_released(released_jobs, mode)
         self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
         self._waiting.clear()
 
     def give_back_faulty(self, fault: WorkerFault) -> None:
         """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts_against_job else "given_back"
-        released = self._release([fault.claimed], mode)
+        released_jobs = self._release([fault.claimed], mode)
         # JobSetAside inserts this text after "workers died while they ran this job".
         last_fault = f", or met a fault; the last fault was {fault}"
-        self._take_over(released, mode, last_fault)
+        self._handle_released(released_jobs, mode, last_fault)
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
-        abandoned = self._store.find_abandoned(queue_names, period_s)
-        released = self._release(abandoned, "abandoned")
-        self._take_over(released, "abandoned")
+        abandoned_jobs = self._store.find_abandoned(queue_names, period_s)
+        released_jobs = self._release(abandoned_jobs, "abandoned")
+        self._handle_released(released_jobs, "abandoned")
 
         ids_by_worker: dict[str, list[str]] = {}
-        for job in released:
+        for job in released_jobs:
             if job.deaths and job.worker_name:
                 ids_by_worker.setdefault(job.worker_name, []).append(job.job_id)
         self._store.record_deaths(ids_by_worker)
@@ -85,9 +85,11 @@ class Releases:
             """Take jobs from their holders in one call."""
             return self._store.release(jobs, mode, self._max_deaths)
 
-        return self._guard.batch(held, lambda claimed: claimed, release)
+        return self._guard.batch(held, job_of=lambda claimed: claimed, call=release)
 
-    def _take_over(self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = "") -> None:
+    def _handle_released(
+        self, released: Sequence[ReleasedJob], mode: Mode, last_fault: str = ""
+    ) -> None:
         """Log and count the released jobs, and end each one that this worker holds now.
 
         Such a job fails. If another worker had already written its end, only its dependents are queued.

@@ -40,9 +40,11 @@ class Reporter:
         self._runner = runner
         self._log = parts.log
         self._max_num_seqs = parts.packer.slots
+
         self._record_timer = Timer(RECORD_PERIOD_S)
         self._log_timer = Timer(LOG_PERIOD_S)
         self._point_timer = Timer(POINT_PERIOD_S)
+
         self._client = parts.clients.io
         self._redis_clock = parts.redis_clock
         self._clock_timer = Timer(CLOCK_PERIOD_S)
@@ -52,6 +54,7 @@ class Reporter:
         self._slowness = LastingTrouble(
             parts.log, "Redis answers quickly again", logging.WARNING, parts.clock
         )
+
         self.clock_warning = ""
         self._was_busy = False
         self.engine_stats: Mapping[str, Any] = {}
@@ -61,7 +64,10 @@ class Reporter:
         self._record_timer.end_now()
 
     def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
-        """Write the worker's record if it is due, or if the worker has become busy or idle. Raises NameTaken."""
+        """Write the worker's record if it is due, or if the worker has become busy or idle. Raises NameTaken.
+
+        hold: why no worker may claim jobs; "" if workers may claim.
+        """
         if self._clock_timer.due(moment):
             self._check_clock_and_speed()
 
@@ -83,7 +89,7 @@ class Reporter:
         self._write(state, oldest_id)
 
         if self._point_timer.due(moment):
-            self._record.keep(self._runner.tally.statistics.point)
+            self._record.add_point(self._runner.tally.statistics.point)
 
     def _check_clock_and_speed(self) -> None:
         """Ask Redis for its time. Warn if this machine's clock differs from it, or if Redis has been slow lately."""
@@ -107,7 +113,7 @@ class Reporter:
     def show_stopped(self) -> None:
         """Write the final statistics."""
         self._write("stopped")
-        self._record.keep(self._runner.tally.statistics.point)
+        self._record.add_point(self._runner.tally.statistics.point)
 
     def log_throughput(self, moment: float) -> None:
         """Log the throughput if it is due and jobs are held."""

@@ -76,7 +76,7 @@ def _counted(
 ) -> type[Any]:
     """Return a subclass of a connection class that calls `on_sent` and `on_reply` for each command or pipeline."""
 
-    class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
+    class Counted(connection_class):  # type: ignore[misc]  # the base is one of redis-py's classes
         """A connection that counts its commands and times its replies."""
 
         sent_at: float | None = None

@@ -21,7 +21,7 @@ URGENT_SHARE = 0.9
 """The share of the workers that all urgent runs get together."""
 
 MARGIN = 1.25
-"""A run counts as too slow if it misses its deadline when it takes this many times the expected time."""
+"""A run counts as too slow if it would miss its deadline by taking this many times the expected time."""
 
 PROMPTS = ""
 """Stands for the run of a job that belongs to no run."""
@@ -57,7 +57,7 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
 
     A run is urgent if its share of the queue's workers is too small to meet its deadline. A run that cannot meet its
     deadline even by coming first is left out, because it would only delay the other runs.
-    rows_per_s: the rows that the workers finish for all runs of the queue; 0 if that is not known.
+    rows_per_s: the rows that the workers finish in a second, for all runs of the queue together; 0 if not known.
     """
     if rows_per_s <= 0:
         return []
@@ -119,7 +119,8 @@ class _Streams:
         if job.run in self._urgent:
             stream = "urgent"
             weight = self._urgent_weight or 1  # `_urgent_weight` is 0 if no other run waits
-        self._ends[stream] = max(not_before, self._ends[stream] + job.rows / weight)
+        end = self._ends[stream] + job.rows / weight
+        self._ends[stream] = max(not_before, end)
         return self._ends[stream]
 
 

@@ -114,6 +114,7 @@ class JobStore:
         self._clock = clock
         self._models = list(models)
         self._more_models = more_models
+
         bounds = {
             "max_hash_bytes": max_hash_bytes(max_job_bytes),
             "max_hash_fields": MAX_HASH_FIELDS,
@@ -121,11 +122,12 @@ class JobStore:
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
+
         # The epoch that claim.lua returned last. The next claim sends it, to find out if Redis has lost recent writes.
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()
-        # The tokens of claims with a reply. With the next claim, Redis forgets what these claims have taken.
+        # The tokens of claims that have a reply. With the next call, Redis forgets what these claims took.
         self._answered_tokens: set[str] = set()
 
     def _read_job(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
@@ -150,7 +152,7 @@ class JobStore:
             "now_iso": utcformat(now()),
             "now_ts": repr(moment),
             "lease_s": self._lease_s,
-            "far_score": repr(moment + FAR_S),
+            "far_score": repr(moment + FAR_S),  # for jobs that have begun
         }
 
     def claim(self, requests: Sequence[ClaimRequest], suspect_deaths: float) -> list[Claim]:
@@ -176,8 +178,8 @@ class JobStore:
         self._unanswered_tokens |= tokens
         replies = self._call_many(calls)
         self._unanswered_tokens -= tokens
-        # The next call reports these tokens, and Redis forgets what their claims have taken. A claim that was sent
-        # twice is not reported, because it may still reach Redis a second time.
+        # Redis remembers what each claim took, in case the claim is sent again. With the next call, Redis forgets the
+        # claims with these tokens. It remembers a claim that was sent twice, which may still reach it a second time.
         self._answered_tokens = tokens_sent_once
         *_, latest_epoch = replies[-1]  # each reply ends with an epoch
         self._epoch = latest_epoch.decode()
@@ -188,7 +190,7 @@ class JobStore:
 
     def _claim_of(self, queue_name: str, reply: Sequence[Any]) -> Claim:
         """Return the claim in a reply of claim.lua."""
-        entries, num_foreign, first_left, hold, num_newer, _ = reply
+        entries, num_foreign, first_left, hold, num_newer, _epoch = reply
         return Claim(
             jobs=[self._read_job(queue_name, entry) for entry in entries],
             num_foreign=num_foreign,
@@ -199,10 +201,10 @@ class JobStore:
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of held jobs. Returns the jobs that this worker no longer holds."""
-        unchanged = ""  # leaves the time at which a job began as it is
-        return self._renew([(claimed, unchanged) for claimed in held])
+        no_new_start = ""  # tells the script to keep the time at which the job began
+        return self._renew([(claimed, no_new_start) for claimed in held])
 
-    def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
+    def show_begun(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
         """Show jobs as begun, as RQ does. Returns the jobs that this worker no longer holds.
 
         begun: the jobs, each with the time at which it began.
@@ -212,7 +214,7 @@ class JobStore:
     def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
         """Extend leases. Returns the jobs that this worker no longer holds.
 
-        held: each job with the time at which it began, or with "" to leave that time as it is.
+        held: each job with the time at which it began, or with "" to keep the time that is in Redis.
         """
         if not held:
             return []
@@ -246,6 +248,7 @@ class JobStore:
             "started_iso": utcformat(started_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
+        # The third counter, "repeats_left", is for a finished job that runs again.
         is_retry = step.counter in ("number_of_retries", "retries_left")
         if is_retry:
             return self._retry_call(outcome, step, execution, next_run)
@@ -271,7 +274,7 @@ class JobStore:
         self, outcome: Outcome, step: NextStep, execution: Mapping[str, Any], next_run: str | int
     ) -> Call:
         """Return the call that ends a job."""
-        assert step.kept_s is not None
+        assert step.kept_s is not None  # None only for a retry
         status: EndStatus = outcome.status
         result_type = Result.Type.SUCCESSFUL if status == "finished" else Result.Type.FAILED
         if outcome.returned_retry is not None:  # the job has asked for a retry once too often
@@ -329,9 +332,11 @@ class JobStore:
             execution_ended_at=outcome.ended_at,
         )
         result.serializer = JSONSerializer  # the constructor would inspect the serializer each time
+
         fields = result.serialize()
         if not has_failed and outcome.packed is not None:
             fields["return_value"] = b64encode(outcome.packed)
+
         entry: list[Any] = []
         for name, value in fields.items():
             entry += [name, value]
@@ -377,9 +382,9 @@ class JobStore:
         """
         common = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
         # Each job is pushed to the head of its queue, so the last job is pushed first.
-        last_first = list(reversed(held))
+        jobs = list(reversed(held))
         calls = []
-        for job in last_first:
+        for job in jobs:
             args = {
                 **common,
                 **job.address,
@@ -389,9 +394,7 @@ class JobStore:
             }
             calls.append(Call("release", args))
         replies = self._call_many(calls) if calls else []
-        return [
-            self._released_job(job, reply) for job, reply in zip(last_first, replies, strict=True)
-        ]
+        return [self._released_job(job, reply) for job, reply in zip(jobs, replies, strict=True)]
 
     def _released_job(self, job: ClaimedJob, reply: Sequence[Any]) -> ReleasedJob:
         """Return what became of a job, from the reply of release.lua."""
@@ -437,7 +440,7 @@ class JobStore:
                     _MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000)
                 )
             replies = pipe.execute()
-        return [name for name, is_ours in zip(queue_names, replies, strict=True) if is_ours]
+        return [name for name, is_locked in zip(queue_names, replies, strict=True) if is_locked]
 
     def _held_members(self, queue_names: Sequence[str]) -> list[tuple[str, Sequence[bytes]]]:
         """Return each queue with its held jobs, as `<job id>:<execution id>`."""

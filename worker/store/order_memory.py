@@ -53,12 +53,14 @@ class OrderMemory:
             samples = [Sample(float(at), float(rows)) for at, rows in fields["samples"]]
             rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
             front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
+
             heads = {}
             for run, (job_id, waited) in fields["heads"].items():
                 heads[str(run)] = (str(job_id), float(waited))
             priorities = {}
             for run, priority in fields.get("priorities", {}).items():
                 priorities[str(run)] = int(priority)
+
             return cls(
                 last=str(fields["last"]),
                 urgent=list(fields["urgent"]),
@@ -106,11 +108,13 @@ class OrderMemory:
         Virtual time is counted in rows: it is the number of rows done meanwhile for a run with priority 1.
         run_of: the run of each job in the queue, in the queue's order.
         """
-        # Virtual time starts at 0 at each ordering. Jobs that were at the front then and have left the queue were
-        # claimed since. The latest end of these jobs is the virtual time that has passed.
+        # Virtual time starts at 0 at each ordering, and a job's end is the virtual time at which the job is done.
+        # The jobs of `front` that have left the queue were claimed since the last ordering. So the latest of their
+        # ends is the virtual time that has passed.
         claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
         time_passed = max(claimed_ends, default=0.0)
         heads: dict[str, tuple[str, float]] = {}
+        waits: dict[str, float] = {}
         for job_id, run in run_of.items():
             if run in heads:
                 continue
@@ -119,8 +123,9 @@ class OrderMemory:
             if earlier_head == job_id:
                 waited = earlier_wait + time_passed
             heads[run] = (job_id, waited)
+            waits[run] = waited
         self.heads = heads
-        return {run: virtual_wait for run, (_, virtual_wait) in heads.items()}
+        return waits
 
     def note_order(
         self, placed: Sequence[PlacedJob], urgent: list[str], priorities: dict[str, int]

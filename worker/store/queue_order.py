@@ -23,8 +23,8 @@ MAX_ORDERED_JOBS = 50_000
 """The most jobs of a queue that are put in order, counted from its front."""
 
 _TURN_MS = 4500
-"""Milliseconds for which one worker keeps the others from a queue. A little less than the period, so that no period is
-left out."""
+"""Milliseconds for which a worker that orders a queue keeps other workers from doing so. They are a little less than
+PERIOD_S, so that no period is left out."""
 
 _MEMORY_S = 3600
 """Seconds for which Redis keeps the OrderMemory of a queue."""
@@ -53,13 +53,13 @@ class QueueOrder:
         entries: Any = self._client.lrange(QueueKeys(name).waiting, 0, MAX_ORDERED_JOBS - 1)
         job_ids = [stored.text(entry) for entry in entries]
         run_of = {job_id: _run_of(job_id) for job_id in job_ids}
-        run_ids = set(run_of.values()) - {PROMPTS}
+        run_ids = set(run_of.values()) - {PROMPTS}  # PROMPTS stands for the jobs without a run
         if not run_ids:
             return
 
         memory_key = prefixed(f"tokenmill:fair:{name}")
-        kept: Any = self._client.get(memory_key)
-        memory = OrderMemory.from_object(stored.json_object(kept))
+        memory_text: Any = self._client.get(memory_key)
+        memory = OrderMemory.from_object(stored.json_object(memory_text))
         runs, finished_rows = self._read_runs(run_ids, list(memory.rows_of))
         now = self._clock()
         memory.note_finished_rows(finished_rows, now)
@@ -149,12 +149,12 @@ def _run_in_queue(run_id: str, text_of: Mapping[str, str]) -> RunInQueue:
 def _num_in_order(job_ids: Sequence[str], last: str) -> int:
     """Return how many jobs at the queue's front are in order. last: the last job that was put in order.
 
-    The jobs behind `last` have come since. If `last` stands in the queue twice, its later position counts.
+    The jobs behind `last` are new. If `last` stands in the queue twice, its later position counts.
     """
-    newest_first = list(reversed(job_ids))
-    if last not in newest_first:
+    ids_from_back = list(reversed(job_ids))
+    if last not in ids_from_back:
         return 0
-    num_new = newest_first.index(last)
+    num_new = ids_from_back.index(last)
     return len(job_ids) - num_new
 
 

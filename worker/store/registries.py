@@ -79,7 +79,7 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
-            # If the job's key holds another kind of value than a hash, the reply is an error, and there is no such job.
+            # If the job's key holds something other than a hash, the reply is an error, and there is no such job.
             has_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
             is_gone = has_no_hash or status in (None, b"canceled")
             if is_gone or not has_journal:
@@ -92,7 +92,8 @@ class Registries:
         # The registry "ready" has the jobs that a killed RQ worker should have queued.
         ready_arguments = {**time_arguments, "registry": "ready", "most": _BATCH}
         calls = [Call("enqueue_due", {"queue": name, **ready_arguments}) for name in queue_names]
-        # Cancelled jobs may still hold slots of rate limits. The script frees these slots for the jobs that wait.
+        # Cancelled jobs may still hold slots of rate limits. The script frees these slots for the jobs that wait. Each
+        # call of this method looks at some limits, chosen at random.
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [Call("rate_limits", {"key": key.decode(), **time_arguments}) for key in keys]
         self._call_many(calls)

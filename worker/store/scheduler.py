@@ -21,14 +21,17 @@ from worker.threads.functions import FunctionPool
 _REDIS_TIMEOUT_S = 10.0
 
 _REACQUIRE_S = 10.0
-"""Seconds between two attempts to get missing locks."""
+"""Seconds between two attempts to get the locks that this scheduler lacks."""
 
 _BATCH = 1000
 """The most scheduled jobs that are enqueued in each round. RQ's own limit is the same."""
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread. It keeps trying to get missing locks, and so takes over from a dead scheduler."""
+    """RQ's scheduler in a thread.
+
+    It keeps trying to get the locks that another scheduler has. So it takes over from a dead scheduler.
+    """
 
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
@@ -49,7 +52,7 @@ class Scheduler(RQScheduler):
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try to get missing locks now. RQ would wait for minutes."""
+        """Whether to try now to get the locks that this scheduler lacks. RQ would wait for minutes."""
         has_all_locks = self._queue_names == self.acquired_locks
         if has_all_locks:
             return False
@@ -95,7 +98,8 @@ class Scheduler(RQScheduler):
         if error is None:
             self._trouble.note_absence()
         else:
-            self.pid = 0  # the scheduler's hash may have expired, so the next round writes it again
+            # The scheduler's hash may have expired. Without a pid, the next round registers the scheduler again.
+            self.pid = 0
             self._trouble.note(
                 type(error).__name__,
                 "the scheduler failed (%s); trying again each second",

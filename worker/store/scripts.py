@@ -38,7 +38,8 @@ def _sources() -> Mapping[str, str]:
     folder = resources.files("worker.store") / "lua"
     sources = {}
     for name, shared_files in _SCRIPTS.items():
-        texts = [(folder / f"{file}.lua").read_text() for file in (_HEAD, *shared_files, name)]
+        files = (_HEAD, *shared_files, name)
+        texts = [(folder / f"{file}.lua").read_text() for file in files]
         sources[name] = _with_prefix("".join(texts))
     return sources
 
@@ -88,6 +89,7 @@ class Scripts:
             unanswered = [i for i in unanswered if isinstance(replies[i], NoScriptError)]
             if unanswered:  # the server was restarted or its scripts were flushed
                 self._load()
+
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise reply

@@ -90,6 +90,7 @@ class StockJobs:
         with self._client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.zcard(executions_key(job_id))
+                # The queue does not say when a job came. So Redis keeps when a worker first saw the job there.
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
             replies = iter(pipe.execute())  # read below in the order of the commands above

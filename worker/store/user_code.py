@@ -103,7 +103,7 @@ class Callbacks:
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
         """Whether user code is called when a job ends with this outcome.
 
-        job: the copy of the job that was given to user code, which may have changed it; None if there is no copy.
+        job: the copy of the job that user code got, and may have changed; None if there is no copy.
         """
         if outcome.returned_retry is not None:
             return False  # RQ calls no callback for such a job

@@ -83,10 +83,12 @@ def shown_loading(
         "started_at": began_at,
         "updated_at": began_at,
     }
+
     with client.pipeline(transaction=False) as pipe:
         pipe.sadd(WORKERS_KEY, member)
         pipe.set(key, json.dumps(facts), ex=WORKER_STATS_TTL_S)
         pipe.execute(raise_on_error=False)
+
     try:
         yield
     finally:
@@ -99,15 +101,15 @@ def shown_loading(
 def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
     """Return the living worker that already has this name, such as "process 7 on host gpu1"; "" if there is none.
 
-    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living only if it wrote
-    something in the last SILENT_S seconds and a process other than this one has its process id. In a restarted
-    container, this process may have got the killed worker's process id. Raises RedisError.
+    A killed worker leaves its name behind for minutes. So a worker of this machine counts as living on two conditions:
+    it wrote something in the last SILENT_S seconds, and a process has its process id. This process does not count,
+    because in a restarted container it may have got the killed worker's process id. Raises RedisError.
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
         pipe.exists(served_key(worker_name))
-        registered, has_written_lately = pipe.execute()
-    host_field, pid_field, death = registered
+        worker_fields, has_written_lately = pipe.execute()
+    host_field, pid_field, death = worker_fields
     if host_field is None or death is not None:
         return ""
 
@@ -136,7 +138,7 @@ def successor(client: Redis, worker_name: str, birth: datetime) -> str:
 
 
 def end_leases_of(client: Redis, worker_name: str, queue_names: Sequence[str]) -> int:
-    """End the leases of a dead worker, so that other workers take up its jobs soon. Returns how many were ended.
+    """End the leases of a dead worker, so that other workers take up its jobs soon. Returns the number of these leases.
 
     If that worker lives after all, it renews its leases, or finds that it has lost the jobs. No job ends twice. Raises
     RedisError.
@@ -236,7 +238,9 @@ class WorkerRecord:
         jobs: dict[str, dict[str, int]] = {}
         workers: dict[str, int] = {}
         for name in self._queue_names:
-            jobs[name] = {status: int(next(replies)) for status in ("queued", *_REGISTRIES)}
+            jobs[name] = {}
+            for status in ("queued", *_REGISTRIES):
+                jobs[name][status] = int(next(replies))
             num_held = int(next(replies))
             num_begun = int(next(replies))
             jobs[name]["claimed"] = max(0, num_held - num_begun)
@@ -248,8 +252,8 @@ class WorkerRecord:
     ) -> None:
         """Write the heartbeat, the state, one running job, and the statistics. Redis keeps the statistics for an hour.
 
-        A full Redis refuses these writes. But it lets the worker prolong the time to live of what is written already,
-        so that the worker does not count as silent.
+        A full Redis refuses these writes. But it lets the worker prolong the time to live of the earlier record. So the
+        worker does not count as silent.
         """
         try:
             self._write(state, job_id, counters, point)
@@ -285,7 +289,7 @@ class WorkerRecord:
         }
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
-    def keep(self, point: Point) -> None:
+    def add_point(self, point: Point) -> None:
         """Add a point to the points of the last hour."""
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lpush(self._points_key, point.to_text())

@@ -51,23 +51,25 @@ class Beginnings:
         After a RedisError, call this method again.
         """
         functions = list(self._functions.values())
-        begun = list(self._unshown.values())
-        begun += [function.job for function in functions]
+        begun_jobs = list(self._unshown.values())
+        begun_jobs += [function.job for function in functions]
 
         def write(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
             """Write the beginnings of jobs. Returns the lost jobs."""
-            # A function begins now. It has no `began_at` until it is handed over.
+            # The job of a waiting function has no `began_at` yet. It begins now.
             now = datetime.now(UTC)
-            return store.begin([(job.claimed, job.began_at or now) for job in jobs])
+            return store.show_begun([(job.claimed, job.began_at or now) for job in jobs])
 
-        lost = self._guard.batch(begun, lambda job: job, write)
+        lost_jobs = self._guard.batch(begun_jobs, job_of=lambda job: job, call=write)
         self._unshown.clear()
-        self._hand_over(functions, lost)
-        return lost
+        self._hand_over(functions, lost_jobs)
+        return lost_jobs
 
-    def _hand_over(self, functions: Sequence[_WaitingFunction], lost: Sequence[ClaimedJob]) -> None:
-        """Hand to threads the functions whose beginnings were written. lost: jobs that this worker has lost."""
-        lost_ids = {claimed.execution_id for claimed in lost}
+    def _hand_over(
+        self, functions: Sequence[_WaitingFunction], lost_jobs: Sequence[ClaimedJob]
+    ) -> None:
+        """Hand functions to threads, except those of the jobs that this worker has lost."""
+        lost_ids = {claimed.execution_id for claimed in lost_jobs}
         moment = self._clock()
         for job, hand_over in functions:
             if job.claimed.execution_id in lost_ids:

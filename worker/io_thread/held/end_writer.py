@@ -95,14 +95,16 @@ class EndWriter:
         self._lone_ends.pop(job.number, None)
 
     def is_waiting(self, job: HeldJob) -> bool:
-        """Whether a job's end is not written yet."""
+        """Whether a job's end still waits to be written."""
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
         """Write the waiting ends. After a RedisError, call this method again."""
         for batch in list(self._batches()):
             try:
-                replies = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
+                replies = self._guard.batch(
+                    batch, job_of=lambda end: end.job, call=partial(_write, store)
+                )
             except RedisError:
                 # One of these ends may be to blame, so each is written alone from now on.
                 for end in batch:

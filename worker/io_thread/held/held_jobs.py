@@ -31,7 +31,7 @@ class JobState(enum.Enum):
     OPENING = "opening"  # its task is being opened and may read files
     STREAMING = "streaming"  # its requests go to the engine as room comes free
     SENT = "sent"  # all its requests were sent to the engine, which has not completed all of them
-    FUNCTION = "function"  # its function waits until Redis shows it as begun, then runs in a thread
+    FUNCTION = "function"  # its function runs in a thread once Redis shows the job as begun
     COLLECTING = "collecting"  # its value is made from the completions
     ENDING = "ending"  # its end is computed or written, which nothing may interrupt
     WITHDRAWN = "withdrawn"  # its work was taken back from the engine and the threads
@@ -57,7 +57,7 @@ class HeldJob:
     user_job: the copy of the job for the user's code, which may leave anything in it.
     reason: the name of the job's error; "" if the job did not fail.
     was_slow: one of the job's calls has been slow, see SLOW_S.
-    is_overdue: the job's function was interrupted because it ran too long.
+    was_interrupted: whether the job's function was interrupted because it ran, or was silent, for too long.
     num_requests: the number of the task's requests, as last counted; None if the task does not say.
     next_index: the index of the next request.
     num_in_engine: how many of the job's sequences are in the engine.
@@ -93,7 +93,7 @@ class HeldJob:
     user_job: StoredJob | None = None
     reason: str = ""
     was_slow: bool = False
-    is_overdue: bool = False
+    was_interrupted: bool = False
     num_requests: int | None = None
     next_index: int = 0
     num_in_engine: int = 0
@@ -138,8 +138,10 @@ class HeldJob:
         self._awaited = None
 
     def count_requests(self) -> None:
-        """Note how many requests the task has. The number may change as requests are pulled and delivered."""
-        self.num_requests = None if self.open_task is None else self.open_task.num_requests
+        """Count the task's requests again. Their number may change as requests are pulled and delivered."""
+        self.num_requests = None
+        if self.open_task is not None:
+            self.num_requests = self.open_task.num_requests
 
     # The job's record and copies
 
@@ -170,7 +172,7 @@ class HeldJob:
     def interrupt_function(self, error: type[BaseException]) -> None:
         """Interrupt the job's function with `error`, because it is overdue. Its thread reports the end."""
         assert self.call is not None
-        self.is_overdue = True
+        self.was_interrupted = True
         self.call.interrupt(error)
 
     # Derived state
@@ -226,7 +228,7 @@ class HeldJob:
             return 0
         return int(progress.get("rows_done", 0))
 
-    def tokens_open(self) -> dict[str, int]:
+    def count_open_tokens(self) -> dict[str, int]:
         """Count the open requests' tokens: all prompt tokens, the ones not yet computed, and the tokens of answers."""
         num_prompt_tokens = 0
         num_prompt_tokens_left = 0
@@ -246,13 +248,13 @@ class HeldJob:
         """Return the progress of the job's task if it has changed since the last call, else None."""
         if self.open_task is None:
             return None
-        reported = self.open_task.progress()
+        task_progress = self.open_task.progress()
         # A task may return the same object for some seconds, so that its progress is not written too often.
-        if reported is None or reported is self.reported_progress:
+        if task_progress is None or task_progress is self.reported_progress:
             return None
-        self.reported_progress = reported
+        self.reported_progress = task_progress
 
-        progress = {**reported, **self.tokens_open()}
+        progress = {**task_progress, **self.count_open_tokens()}
         if progress == self.shown_progress:
             return None
         self.shown_progress = progress
@@ -294,13 +296,13 @@ class HeldJobs:
         self._traces = traces
         self._numbers = count()
         self._jobs: dict[int, HeldJob] = {}
-        self._by_lane: Counter[int] = Counter()
+        self._num_by_lane: Counter[int] = Counter()
 
     def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
         """Hold a job from now on."""
         job = HeldJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
-        self._by_lane[lane] += 1
+        self._num_by_lane[lane] += 1
         return job
 
     def begin_trace(self, job: HeldJob) -> None:
@@ -311,11 +313,11 @@ class HeldJobs:
     def remove(self, job: HeldJob) -> None:
         """Stop holding a job. Raises KeyError if it is not held."""
         del self._jobs[job.number]
-        self._by_lane[job.lane] -= 1
+        self._num_by_lane[job.lane] -= 1
 
     def num_of(self, lane: int) -> int:
         """Return how many jobs of this lane are held."""
-        return self._by_lane[lane]
+        return self._num_by_lane[lane]
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -391,10 +393,10 @@ def _count_in(summary: Mapping[str, Any], name: str) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _unix_seconds(stored: bytes) -> float | None:
+def _unix_seconds(date_text: bytes) -> float | None:
     """Return the Unix seconds of a date in RQ's form; None for any other text and for a date before 1970."""
     try:
-        moment = datetime.fromisoformat(stored.decode())
+        moment = datetime.fromisoformat(date_text.decode())
     except ValueError:
         return None
     if moment.tzinfo is None or moment.timestamp() < 0:

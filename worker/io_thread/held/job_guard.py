@@ -96,6 +96,7 @@ class JobGuard:
             type(error).__name__,
             frames_of(error),
         )
+
         if not isinstance(job, HeldJob):  # this worker does not hold the job, so it cannot end it
             return
         if not job.is_blamed and self._owner.holds(job):

@@ -115,9 +115,9 @@ class Journals:
         assert self.pool is not None
         assert job.open_task is not None
         write = job.open_task.keep(job.undelivered_tokens(report.samples))
-        if write is None:  # the task has nothing to write
+        if write is None:  # the task has nothing new for its journal
             return
-        self._writing[job.number] = None
+        self._writing[job.number] = None  # no report has come for the next entry yet
 
         def done(_: object, error: BaseException | None) -> None:
             """Have the I/O thread call `_note_written`. Called in the pool's thread."""

@@ -41,9 +41,9 @@ class Packer:
     largest of the last counts.
 
     A lane is the rank of a queue; 0 is the most urgent. A lane's jobs are served in the order in which their tasks were
-    opened. A lane counts only its own sequences and the sequences of more urgent lanes. So a full batch of a less
-    urgent lane never holds back an urgent prompt. Every lane may have `prefetch` sequences in the engine. The engine's
-    scheduler gives a less urgent lane its share.
+    opened. A lane's room depends only on its own sequences and the sequences of more urgent lanes. So a full batch of
+    a less urgent lane never holds back an urgent prompt. Every lane may have `prefetch` sequences in the engine. The
+    engine's scheduler gives a less urgent lane its share.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Packer:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether too many answered rows wait for their parts to be written, which could fill the memory."""
+        """Whether too many answered rows wait for their parts to be written. More rows could fill the memory."""
         # A job's `next_index` is the number of its requests so far. A job without requests counts as one.
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
@@ -118,7 +118,7 @@ class Packer:
         self._streaming[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Put a job back at the front of its lane. It has more requests, and their prefixes are cached."""
+        """Put a job that has further requests at the front of its lane, because their prefixes are still cached."""
         job.count_requests()
         self._streaming[job.lane].appendleft(job)
 
@@ -158,8 +158,9 @@ class Packer:
     def claim_room(self, lane: int) -> int:
         """Return for how many more sequences the lane should claim jobs now.
 
-        While requests of open jobs are left, the lane claims only if its newest job is a file, and fewer requests are
-        left than the engine has slots. Then it claims the next file early, because opening a file takes many steps.
+        While requests of open jobs are left, the lane claims nothing, with one exception. If its newest job is a file,
+        and fewer requests are left than the engine has slots, the lane claims the next file early, because opening a
+        file takes many steps.
         Functions, and files that are not open yet, do not count: they have no requests in the lane.
         """
         num_unread = sum(job.num_unread for job in self._streaming[lane])
@@ -258,8 +259,9 @@ _TURN_BYTES = 1 << 20
 class PayloadBudget:
     """Decides when claimed jobs are opened. Opening a job unpacks its payload. Used by the I/O thread only.
 
+    A lane is the rank of a queue; 0 is the most urgent.
     max_held_bytes: while the hashes and unpacked payloads of a lane's open jobs have at least this many bytes, the
-    lane's next job waits with its payload packed. So a lane without open jobs can always open one.
+    lane's next job waits with its payload packed. So a lane without open jobs can always open a job.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:

@@ -18,7 +18,7 @@ from worker.metrics.tally import Tally
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
-"""Answers that are inspected at the same time. Each thread waits for a child process of its own."""
+"""The answers that are inspected at the same time. Each thread waits for a child process of its own."""
 
 
 class Inspections:
@@ -48,7 +48,8 @@ class Inspections:
 
         is_wanted: called when the inspection's turn has come. Returns whether the inspection is still needed.
         """
-        # A task's next inspection comes one turn after the task's last one, and never in a turn that is over.
+        # In each turn, every task has at most one inspection. This inspection gets the first turn that is after the
+        # task's last inspection and has not begun yet.
         turn = 1 + max(self._current_turn, self._last_turn_of.get(task, 0))
         self._last_turn_of[task] = turn
 
@@ -133,7 +134,7 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # the job was stopped or lost meanwhile
             with self._guard.around(job):
-                # A request that the engine has refused was never scheduled, so its job may not have begun before.
+                # The engine never schedules a request that it refuses. So the job of a refused request may begin here.
                 self._beginnings.note_begun(job, moment)
                 self._take_completion(job, index, completion)
 
@@ -157,12 +158,12 @@ class Streams:
         num_samples = job.num_samples.pop(index)
         self._packer.note_departed(job, num_samples)
         del job.open_requests[index]
-        ordered = sorted(samples, key=lambda sample: sample.index)
+        samples_in_order = sorted(samples, key=lambda sample: sample.index)
         assert job.open_task is not None
         if not job.open_task.inspects:
-            self._deliver(job, index, ordered)
+            self._deliver(job, index, samples_in_order)
             return
-        job.being_inspected[index] = ordered
+        job.being_inspected[index] = samples_in_order
 
         def is_wanted() -> bool:
             """Whether the job still waits for this answer; False if the job was stopped or lost meanwhile."""
@@ -170,9 +171,9 @@ class Streams:
 
         def then(error: BaseException | None) -> None:
             """Deliver the answer. Called in the I/O thread."""
-            self._guard.call(job, self._deliver_inspected, job, index, ordered, error)
+            self._guard.call(job, self._deliver_inspected, job, index, samples_in_order, error)
 
-        self._inspections.submit(job.open_task, index, ordered, is_wanted, then)
+        self._inspections.submit(job.open_task, index, samples_in_order, is_wanted, then)
 
     def _deliver_inspected(
         self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None

@@ -27,8 +27,8 @@ class WaitingPiece(NamedTuple):
 class TextStreams:
     """Writes growing texts to Redis in pieces. Used by the I/O thread only.
 
-    Each piece says where in its text it begins, and readers skip what they have. So a piece may be written twice, and a
-    worker that takes over a job may begin from the start.
+    Each piece says at which character of the text it begins, and readers skip the text that they have already. So a
+    piece may be written twice, and a worker that takes over a job may begin from the start.
 
     Each piece also has the tokens of its text. A worker that takes over the job continues after these tokens. So the
     text that was sent stays the beginning of the answer.
@@ -47,21 +47,23 @@ class TextStreams:
             if job is None or job.is_ending:
                 continue
             with self._guard.around(job):
-                for sample, partial in samples.items():
-                    self._note_sample(job, sample, partial)
+                for sample, text_so_far in samples.items():
+                    self._note_sample(job, sample, text_so_far)
 
-    def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
+    def _note_sample(self, job: HeldJob, sample: int, text_so_far: PartialText) -> None:
         """Make pieces of what was added to a sample's text since its last piece, unless too many pieces wait."""
         if len(self._waiting) >= MAX_WAITING:
             return
-        streamed = job.streamed.get(sample, _NO_TEXT)
-        num_tokens_before = len(streamed.token_ids)
-        new_token_ids = partial.token_ids[num_tokens_before:]
+        sent_text = job.streamed.get(sample, _NO_TEXT)
+        num_tokens_before = len(sent_text.token_ids)
+        new_token_ids = text_so_far.token_ids[num_tokens_before:]
+
         # For each part of the answer: its name, the text that was sent before, and the whole text now.
         parts = (
-            ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
-            ("text", streamed.text, partial.text),
+            ("reasoning", sent_text.reasoning or "", text_so_far.reasoning or ""),
+            ("text", sent_text.text, text_so_far.text),
         )
+
         for part, old_text, text in parts:
             if len(text) <= len(old_text):
                 continue
@@ -75,7 +77,7 @@ class TextStreams:
                 owner=job.owner_digest,
             )
             self._waiting.append(WaitingPiece(job.claimed, piece))
-            job.streamed[sample] = partial
+            job.streamed[sample] = text_so_far
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces to Redis. After a RedisError they still wait.

@@ -117,6 +117,7 @@ def read_claimed_job(
         damage = error
     else:
         record, damage = read_record(values, max_job_bytes)
+
     return ClaimedJob(
         job_id.decode(errors="replace"),
         execution_id.decode(),
@@ -134,14 +135,17 @@ def read_claimed_job(
 def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
     """Return the hash that job_hash.lua read. Raises TooLarge if it returned the size of the hash instead."""
     if isinstance(fields, int):
+        hash_bytes = fields
         limit = max_hash_bytes(max_job_bytes)
-        if fields <= limit:  # the size is not the problem, so there are too many fields
+        if hash_bytes <= limit:  # the size is not the problem, so there are too many fields
             raise TooLarge(
                 f"the job's hash in Redis has more than the limit of {MAX_HASH_FIELDS} fields: enqueue it "
-                "again, and keep what is your own in its meta"
+                "again, and keep your own values in its meta"
             )
         raise TooLarge(
-            f"the job takes {fields} bytes in Redis, more than the limit of {limit}: shorten its arguments, "
+            f"the job takes {hash_bytes} bytes in Redis, more than the limit of {limit}: shorten its arguments, "
             "description or meta, or raise TOKENMILL_MAX_JOB_BYTES"
         )
-    return dict(zip(fields[::2], fields[1::2], strict=True))
+    names = fields[::2]
+    values = fields[1::2]
+    return dict(zip(names, values, strict=True))

@@ -161,7 +161,7 @@ def _parse_fields(values: Mapping[bytes, bytes], parsed: dict[bytes, Any]) -> No
         if text is None:
             continue
         if text == b"" and name not in _NEVER_EMPTY:
-            continue
+            continue  # RQ skips such a field too
         parsed[name] = _parse_field(name, text, parse)
 
 
@@ -292,10 +292,10 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     # Brackets in strings do not count. Without escaped characters, each quote begins or ends a string.
     unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     quotes_and_brackets = unescaped.translate(None, _OTHER_BYTES)
-    # Most strings hold no brackets. Drop these first, so that there is less to split.
-    without_other_strings = quotes_and_brackets.replace(b'""', b"")
+    # A string without brackets is now empty. Most strings are, so dropping them leaves less to split.
+    without_empty_strings = quotes_and_brackets.replace(b'""', b"")
     # Quotes split the text into pieces. The first piece, the third and so on are outside strings.
-    pieces_outside_strings = without_other_strings.split(b'"')[::2]
+    pieces_outside_strings = without_empty_strings.split(b'"')[::2]
     # Only opening brackets are left in these pieces. Each bracket is a list or an object.
     num_containers = sum(map(len, pieces_outside_strings))
     if num_containers > max_containers:
@@ -323,7 +323,7 @@ def check_json_fields(values: Mapping[bytes, bytes]) -> None:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A job's payload: a function's dotted name and its arguments. Nothing has been imported for it."""
+    """A job's payload: a function's dotted name and its arguments. No module has been imported for it yet."""
 
     name: str
     args: list[Any]

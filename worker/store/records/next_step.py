@@ -28,7 +28,7 @@ class Policy:
 
     @classmethod
     def of(cls, job: Job) -> Policy:
-        """Read the policy from a copy of the job, in which the user's code may have left anything."""
+        """Read the policy from a copy of the job. The user's code may have put any values there (see `check`)."""
         values = {field.name: getattr(job, field.name) for field in fields(cls)}
         return cls(**values)
 

@@ -76,8 +76,10 @@ class Outcome:
 
     @property
     def policy(self) -> Policy:
-        """The job's own settings about running again and being kept."""
-        return self.claimed.record.policy if self.changed_policy is None else self.changed_policy
+        """The job's own settings about running again and being kept, with the changes of user code."""
+        if self.changed_policy is not None:
+            return self.changed_policy
+        return self.claimed.record.policy
 
     def next_step(self, default_result_ttl_s: int) -> NextStep:
         """Return what becomes of the job now. default_result_ttl_s: see next_step.py."""
@@ -97,7 +99,9 @@ class Outcome:
         """
         if job is None and self.claimed.damage is None:
             return self  # the policy was checked when the job was read
-        outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
+        outcome = self
+        if job is not None:
+            outcome = replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)  # raises if the policy gives no next step
         return outcome
@@ -146,9 +150,9 @@ def frames_of(error: BaseException) -> str:
     The error's message is left out, because it may quote a prompt.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    innermost_first = list(reversed(frames))
+    frames.reverse()  # the innermost frame comes first
     calls = []
-    for frame in innermost_first[:_MAX_FRAMES]:
+    for frame in frames[:_MAX_FRAMES]:
         calls.append(f"{frame.filename}:{frame.lineno} in {frame.name}")
     return ", ".join(calls)
 
@@ -199,7 +203,7 @@ def _dump_in_pieces(value: Any, max_bytes: int) -> str:
 
 
 def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
-    """Return the least bytes that a value's JSON may have, and the number of values within the value.
+    """Return the least bytes that a value's JSON may have, and how many values the value consists of.
 
     Counting stops once there are more than `max_bytes` bytes.
     """

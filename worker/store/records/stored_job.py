@@ -41,7 +41,7 @@ class StoredJob(Job):
     def data(self) -> bytes:
         """The payload's JSON. It is unpacked anew each time, because keeping it could take much memory."""
         if self._data is not _STILL_PACKED:
-            # RQ or user code has set the data since, so RQ's own property returns it.
+            # RQ or user code has set other data, which RQ's own property returns.
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack_payload(self._packed, self.max_bytes)
 
@@ -94,8 +94,8 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
         job.restore(record.fields)
     if func_name is not None:
         job._func_name = func_name
-    for role, name in CALLBACKS.items():
-        setattr(job, f"_{name}", record.callbacks.get(role))
+    for role, field in CALLBACKS.items():
+        setattr(job, f"_{field}", record.callbacks.get(role))
     job.webhooks = list(record.webhooks)
     record.policy.put_on(job)
     return job
