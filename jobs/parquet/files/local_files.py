@@ -61,9 +61,9 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
 
 @contextmanager
 def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Turn an OSError of the body into PathSwapped if `name` is a link in an entered folder.
+    """Turn an OSError of the body into PathSwapped if `name` is a link in the folder.
 
-    folder: the folder's descriptor. path: for errors.
+    folder: the descriptor of the folder. path: for errors.
     """
     try:
         yield
@@ -218,7 +218,7 @@ class LocalFiles:
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:
-                with suppress(OSError):  # it is not empty
+                with suppress(OSError):  # raised if the folder is not empty
                     os.rmdir(name, dir_fd=folder)
 
     @contextmanager

@@ -285,7 +285,7 @@ def _split(path: str) -> tuple[str, str, str]:
 class _Writer:
     """A Python file through which pyarrow writes an object."""
 
-    closed = False
+    closed = False  # pyarrow looks at this attribute
 
     def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
         """upload: obstore's writer, which puts an object of one chunk in one request. path: shown in errors."""

@@ -112,7 +112,7 @@ def converted_for_now(
 def remove_working_folders(storage: Storage, plan: Plan) -> None:
     """Remove the folders that a run needs only until its end. Raises OutputNotWritable.
 
-    They hold converted inputs, answers of earlier runs, and journals.
+    These folders hold converted inputs, answers of earlier runs, and journals.
     """
     output = plan.spec.output
     for folder in (

@@ -71,7 +71,7 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     `as_json`: the file gets these columns twice, first with the column's type, then as the JSON text of each value.
     """
     sink = io.BytesIO()
-    # `file` must stay a variable of its own: pyarrow closes the sink when the object is deleted.
+    # `file` must stay a variable of its own: when `file` is deleted, pyarrow closes the sink.
     file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))

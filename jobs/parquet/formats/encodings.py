@@ -111,11 +111,8 @@ class Decoded(io.RawIOBase):
         while not self._unread and not self._is_over:
             chunk = self._stream.read(CHUNK_BYTES)
             self._is_over = not chunk
-            if (
-                not self._is_begun
-                and chunk.startswith(codecs.BOM_UTF8)
-                and self._has_single_bytes()
-            ):
+            has_utf8_mark = not self._is_begun and chunk.startswith(codecs.BOM_UTF8)
+            if has_utf8_mark and self._has_single_bytes():
                 raise MarkedAsUTF8(self._path, self._encoding)
             self._is_begun = True
             try:

@@ -107,7 +107,7 @@ def with_decimal(kind: Kind, decimal: str) -> Kind:
 def merged_texts(one: Kind, other: Kind) -> Kind:
     """Return the kind of a CSV file's column that holds fields of both kinds.
 
-    Two kinds of numbers make a kind of numbers. Other different kinds make "text".
+    Two different kinds of numbers make a kind of numbers, or "digits". Any other two different kinds make "text".
     """
     if one == other or other == "null":
         return one
@@ -228,7 +228,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_other_rows(kind: Kind) -> bool:
-    """Whether a value in a column of this kind may look different because of other rows: 1.0 in place of 1."""
+    """Whether a value in a column of this kind may look different because of other rows, such as 1.0 in place of 1."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 

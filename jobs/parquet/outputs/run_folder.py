@@ -394,15 +394,15 @@ class RunFolder:
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         parts = map(self.part_stats, range(len(self.plan.shards)))
         summary = manifest_of(self.plan, parts, reasons)
-        manifest = json.dumps(summary, indent=2)
+        manifest_text = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
-        manifest_as_read = json.loads(manifest)  # with values as in the file
+        manifest_as_read = json.loads(manifest_text)  # with values as in the file
         report = report_html(manifest_as_read, examples=examples)
         writers: dict[str, Callable[[Any], object]] = {}
         for name in self._outputs:
             writers[name] = partial(write_output, self.storage, self.plan, name)
         writers[run_names.REPORT] = lambda sink: sink.write(report.encode())
-        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest.encode())
+        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest_text.encode())
 
         with writing(self._path):
             for name in self._end_files:

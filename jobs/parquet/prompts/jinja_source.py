@@ -70,7 +70,7 @@ class JinjaSource(PromptSource):
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
                     num_done += 1
-                    if isinstance(outcome, str):
+                    if isinstance(outcome, str):  # the text says what is wrong with the row
                         yield RowProblem(outcome)
                     else:
                         yield outcome

@@ -86,7 +86,7 @@ class RowSampling:
                 _check_values(field, name)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
+        """Yield each row's values in the columns, or its RowProblem. Texts such as 0,7 become numbers first."""
         for column in self.columns:
             field = rows.field(column)
             if has_comma_digits(field):
@@ -397,8 +397,8 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON. The limit of a prompt's length does not hold for a line.
 
-    A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: True if every picture
-    must be a data: URL already. Then a line that names a path is refused.
+    A line may name a picture by its path. The path is then replaced by a data: URL. inline_pictures: True if every
+    picture must be a data: URL already. Then a line that names a path is refused.
     """
 
     columns = ("request",)

@@ -224,7 +224,7 @@ def rows_in(path: str, batch: pa.RecordBatch, num_rows: int) -> npt.NDArray[np.i
 
 
 def hashes_in(column: pa.Array) -> Keys:
-    """Return the keys or hashes of models in a log's column. Raises TypeError for a null."""
+    """Return the keys in a log's column of keys, or the hashes in its column of models. Raises TypeError for a null."""
     return as_keys(b"".join(column.to_pylist()))
 
 

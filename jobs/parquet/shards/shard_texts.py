@@ -49,10 +49,10 @@ class ShardTexts:
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
-                first_row = self._first_of_equal.setdefault(row, row)
-                if first_row is row:
+                first_of_equal = self._first_of_equal.setdefault(row, row)
+                if first_of_equal is row:
                     num_bytes += row.num_bytes
-                row = first_row  # equal rows share their texts
+                row = first_of_equal  # equal rows share their texts
             self.rows.append(row)
             if self._bytes + num_bytes > self._shard_bytes.limit:
                 raise self._too_large(self._bytes + num_bytes)
@@ -143,7 +143,7 @@ def shard_readers(
 ) -> Iterator[tuple[int, RowReader]]:
     """Yield the number of each shard that has rows, and a reader that reaches these rows.
 
-    A reader only moves forwards. If the previous shard's reader can still reach a shard, it is used again.
+    A reader only moves forwards. If the previous shard's reader can still reach a shard, that reader is used again.
     """
     reader = None
     file_number = -1

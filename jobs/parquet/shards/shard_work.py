@@ -128,7 +128,8 @@ class ShardWork(RowsTask):
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes an entry of the journal, and then reads the run's deadline again.
 
-        Returns None if there is nothing to write and all rows have begun. The deadline matters only to other rows.
+        Returns None if there is nothing to write and all rows have begun. The deadline matters only to rows that have
+        not begun.
         """
         if self._journal is None:
             return None
