@@ -133,7 +133,7 @@ class ObjectFiles:
         _, key = self._store_and_key(folder)
         level = self._level(folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
-        # The prefix itself may be the name of an object, which is not in the folder.
+        # An object may have the prefix itself as its name. That object is not in the folder.
         files = {os.path.basename(path) for path in level["objects"] if path != key}
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 

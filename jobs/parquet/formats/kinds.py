@@ -138,7 +138,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    if not fields or "json" in fields.values():  # Parquet has no type for an object without names
+    if not fields or "json" in fields.values():  # Parquet has no type for an empty object
         return "json"
     return {"struct": fields}
 

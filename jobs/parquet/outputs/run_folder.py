@@ -224,7 +224,7 @@ class RunFolder:
         """Make the folder of journals, unless the run has ended."""
         with writing(self.journal):
             self.storage.make_folder(self.journal)
-            if self.has_success():  # the run has ended meanwhile
+            if self.has_success():  # looked for last, because the run may end at any moment
                 self.storage.remove(self.journal)
 
     def has_part(self, shard: int) -> bool:

@@ -172,7 +172,7 @@ def rows_without_null_keys(
 
 
 def without_null_keys(value: Any, kind: pa.DataType) -> Any:
-    """Return a value without the null fields of its structs, at all depths. kind: its type."""
+    """Return a value without the null fields of its structs, at all depths. kind: the value's type."""
     if pa.types.is_struct(kind) and isinstance(value, dict):
         cleaned = {}
         for key, inner in value.items():

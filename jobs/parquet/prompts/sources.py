@@ -74,7 +74,7 @@ class RowSampling:
         # equal JSON. The seed is left out, because each row gets a seed of its own.
         self._run_values = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
-        self._problem = remember(self._find_problem)
+        self._find_problem_once = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column can never hold values of its sampling option."""
@@ -109,7 +109,7 @@ class RowSampling:
             if value is not None:
                 sampling[name] = _plain(value)
         sampling_json = json.dumps(sampling)
-        problem = self._problem(sampling_json)
+        problem = self._find_problem_once(sampling_json)
         if problem is not None:
             raise RowProblem(problem)
         return sampling_json
@@ -117,7 +117,7 @@ class RowSampling:
     def _check_options(self, values: Mapping[str, Any]) -> None:
         """Raise InvalidJob for impossible values."""
         sampling = values
-        if TOOLS in values:
+        if TOOLS in values:  # tools are an option of the chat
             sampling, _ = split_chat_options(values)
         self._check_sampling(sampling)
 
@@ -226,7 +226,7 @@ class RowSource:
     def rows(
         self, batch: pa.RecordBatch, read: ReadFile = str.encode
     ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why no prompt can be made of it.
+        """Yield each row of a batch, or the reason why no prompt can be made of the row.
 
         read: returns the bytes of a picture's file. The default is never called: it is for sources without pictures.
         """

@@ -93,7 +93,7 @@ def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
 
 
 def write_log(sink: Any, owner: list[Any], records: pa.Table) -> None:
-    """Write records, which have the columns of `log_schema`."""
+    """Write a log. owner: see log_owner. records: a table with the columns of `log_schema`."""
     header = {"format": FORMAT, "owner": owner, "records": records.num_rows}
     table = records.replace_schema_metadata({_HEADER: json.dumps(header)})
     pq.write_table(table, sink, write_page_checksum=True)
@@ -128,7 +128,7 @@ def answer_records(
 def open_log(
     storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[TableReading, dict[str, Any]]]:
-    """Lend an opened log, of any run, and its header.
+    """Lend an opened log of any run, and the log's header.
 
     Raises AnswersDamaged for a log that cannot be read, and for an error that its contents cause in the `with` block.
     """
@@ -251,8 +251,8 @@ def _progress_text(record: Record) -> str | None:
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     """Yield the records of a log's batch."""
     answers = _answers(batch.drop_columns([ROW, KEY, MODEL, TOKENS, UNDER_WAY]))
-    own_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
-    for values, answer in zip(own_values, answers, strict=True):
+    other_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
+    for values, answer in zip(other_values, answers, strict=True):
         row = values[ROW]
         model_hash = values[MODEL]
         progress_text = values[UNDER_WAY]

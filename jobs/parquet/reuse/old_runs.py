@@ -299,20 +299,20 @@ class OldRuns:
             age = error.argument("age")
             raise CannotReuse(output, f"{age} version of Tokenmill has planned it") from None
 
-        run = ReusedRun(output, written_plan.run)
+        reused = ReusedRun(output, written_plan.run)
         # The folder may have been moved since the plan was written.
         spec = replace(written_plan.spec, output=output)
         plan = replace(written_plan, spec=spec)
         self.plans.append(plan)
-        self.reused.append(run)
-        logs_by_shard = _logs_by_shard(storage, plan)  # of the shards that have answers
+        self.reused.append(reused)
+        logs_by_shard = _logs_by_shard(storage, plan)  # its keys are the shards that have answers
         if storage.stat(os.path.join(output, SUCCESS)) is not None:
             all_shards = set(range(len(plan.shards)))
             for shard in all_shards - logs_by_shard.keys():
-                run.pass_over(plan.part_path(shard), "it is gone")
+                reused.pass_over(plan.part_path(shard), "it is gone")
         reason = _reason_to_take_none(plan, self._new)
         if reason is not None:
-            run.pass_over(output, reason)
+            reused.pass_over(output, reason)
             return
 
         first = 0
@@ -320,7 +320,7 @@ class OldRuns:
             last_part = self.parts[-1]
             first = last_part.first + last_part.num_rows
         for shard, logs in sorted(logs_by_shard.items()):
-            part = OldPart(plan, shard, first, run, tuple(logs))
+            part = OldPart(plan, shard, first, reused, tuple(logs))
             self.parts.append(part)
             first += part.num_rows
 

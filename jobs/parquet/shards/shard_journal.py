@@ -126,7 +126,7 @@ class ShardJournal:
                 self._storage.remove(os.path.join(self._folder, earlier_name))
 
     def _put(self, kind: str, records: Sequence[Record]) -> str:
-        """Write records into a new file of their kind; return the file's name."""
+        """Write records into a new log; return the log's name. kind: _ANSWERS or _PROGRESS."""
         name = f"{self._prefix}{self._execution_id}.{kind}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
             self._log.write(sink, records)

@@ -66,7 +66,7 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        # The limit of these texts is this setting. The limit of a RowReader is a multiple of the setting.
+        # The limit of these texts equals this setting, and the limit of a RowReader is a multiple of it.
         setting = "TOKENMILL_MAX_SHARD_BYTES"
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, setting, self._remedy)
 
@@ -95,7 +95,7 @@ class ShardTexts:
 def shard_batches(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a shard with the added columns. Rows of a text file have their problems in a column PROBLEM."""
+    """Yield the rows of a shard with the added columns. For a text file, the column PROBLEM has the rows' problems."""
     for batch in reader.read(shard, context.check_interrupted):
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
 

@@ -116,7 +116,9 @@ class ShardWork(RowsTask):
     def progress(self) -> dict[str, Any]:
         """Return how many rows are done, and how many tokens they took."""
         num_rows = self._shard.rows
-        counts = Counts(done=num_rows) if self.runner is None else self.runner.counts
+        counts = Counts(done=num_rows)  # without a runner, no row is left to ask
+        if self.runner is not None:
+            counts = self.runner.counts
         return {
             "rows": num_rows,
             "rows_done": counts.done,
@@ -148,7 +150,7 @@ class ShardWork(RowsTask):
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError.
 
-        If a cascade's second model is to be asked, its job does all this later.
+        If a cascade's second model is to be asked, the second model's job does all this later.
         """
         num_escalated = self._escalate()
         stats = None
@@ -202,8 +204,8 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
-        # If an earlier execution has kept the answers, this one has no runner, and does not know which margins are low.
-        # Then the number of all rows is returned.
+        # If an earlier execution has kept the answers, this execution has no runner and does not know which margins are
+        # low. Then the number of all rows is returned.
         num_escalated = self._shard.rows
         if self.runner is not None:
             records = self._records_to_keep(self.runner.answers())

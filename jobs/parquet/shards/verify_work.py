@@ -196,7 +196,7 @@ class VerifyWork(RowsTask):
 
 
 def _recorded_keys(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return, by row, the keys that a run has recorded. Such a key also covers the model that answered the row.
+    """Return the keys that a run has recorded, by row. Such a key also covers the model that answered the row.
 
     Returns {} if the run's model has answered all rows of the shard. rows: the rows that are wanted. Rows of other
     shards are left out, and so are rows without a key.
