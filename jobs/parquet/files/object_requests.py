@@ -113,7 +113,8 @@ def make_request(
             seconds = time.monotonic() - began_at
             if seconds + wait_s > timeout_s * _SHARE_FOR_TRIES:
                 raise StoreUnreachable(path, seconds, reason) from None
-            if seconds > TRIES_S and not has_warned:
+            is_slow = seconds > TRIES_S
+            if is_slow and not has_warned:
                 has_warned = True
                 _log.warning(
                     "the store of %s has not answered for %.0f s (%s): trying again",

@@ -53,8 +53,9 @@ class EncodingGuess:
             (odd_bytes, even_bytes, "utf-16-le"),
             (even_bytes, odd_bytes, "utf-16-be"),
         ):
-            high_bytes_are_zero = high_bytes.count(0) > len(high_bytes) // 2  # most of them
-            if len(high_bytes) > 3 and high_bytes_are_zero and 0 not in low_bytes:
+            has_enough_letters = len(high_bytes) > 3
+            most_are_zero = high_bytes.count(0) > len(high_bytes) // 2
+            if has_enough_letters and most_are_zero and 0 not in low_bytes:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:

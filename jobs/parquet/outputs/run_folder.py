@@ -434,8 +434,9 @@ class RunFolder:
 
         Another execution may still run. It no longer needs its temporary file, because its part is already in place.
         """
-        planning_id = "" if self.plan.reused is None else self.plan.reused.name
-        numbers_name = os.path.basename(run_names.row_numbers_name(planning_id))
+        # The plan's own file of row numbers stays. Its name contains `plan.reused.name`.
+        name_part = "" if self.plan.reused is None else self.plan.reused.name
+        numbers_name = os.path.basename(run_names.row_numbers_name(name_part))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))

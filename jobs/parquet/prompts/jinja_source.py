@@ -118,6 +118,7 @@ def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
     for values in python_rows(question["columns"], batch):
         outcome = _outcome(question, values)
         outcomes.append(outcome)
+        # The sum is the number of characters, whether `outcome` is a list of texts or one text.
         chars += sum(map(len, outcome))
         if chars > _TOGETHER_CHARS:
             yield {"rows": outcomes}

@@ -53,9 +53,9 @@ class PictureSource(PromptSource):
                     self._template_names[name] = picture_columns[0]
         #: For each column of pictures, the random text that stands in a rendered prompt where the pictures belong.
         self._placeholders = {column: token_hex(16) for column in picture_columns}
-        any_placeholder = "|".join(self._placeholders.values())
+        alternatives = "|".join(self._placeholders.values())
         # The pattern has a group, so that splitting a text keeps the placeholders.
-        self._pattern = re.compile(f"({any_placeholder})")
+        self._any_placeholder = re.compile(f"({alternatives})")
         text_columns = [name for name in prompts.columns if name not in self._template_names]
         self.columns = tuple(dict.fromkeys((*text_columns, *picture_columns)))
 
@@ -133,7 +133,7 @@ class PictureSource(PromptSource):
             messages = json.loads(prompt)
         for message in messages:
             content = message["content"]
-            if isinstance(content, str) and self._pattern.search(content):
+            if isinstance(content, str) and self._any_placeholder.search(content):
                 message["content"] = self._with_pictures(content, pictures)
 
         placeholders_in_template = {
@@ -151,7 +151,7 @@ class PictureSource(PromptSource):
     def _with_pictures(self, content: str, pictures: Mapping[str, list[Picture]]) -> Parts:
         """Return a text as parts, with pictures instead of their placeholders."""
         parts: Parts = []
-        for piece in self._pattern.split(content):
+        for piece in self._any_placeholder.split(content):
             if piece in pictures:  # the piece is a placeholder
                 parts += _parts(pictures[piece])
             else:

@@ -107,14 +107,15 @@ class VerifyWork(RowsTask):
         plan.spec.admit(context.checks)
         ask = ask_of(plan, context)
         wanted = set(self._recorded)
-        files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
+        file_numbers = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
         self._texts = ShardTexts(
             plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows"
         )
         try:
             with ExitStack() as stack:
-                storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
-                for file_number in sorted(files):
+                converted = converted_for_now(storage, plan, file_numbers)
+                storage, plan = stack.enter_context(converted)
+                for file_number in sorted(file_numbers):
                     planned_file = plan.files[file_number]
                     file = replace(planned_file, path=storage.resolve(planned_file.path))
                     stack.enter_context(unchanged(storage, plan, file))
