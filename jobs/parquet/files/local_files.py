@@ -90,8 +90,8 @@ def rename_exclusively(source: str, target: str, folder: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target) from None
     status = rename(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE)
     if status != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), target)
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number), target)
 
 
 #: The errors of filesystems without hard links, or without a rename that fails if the new name is taken.

@@ -226,7 +226,8 @@ class ObjectFiles:
             )
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # if two workers come here at once, the slower worker replaces the faster worker's object
+        else:
+            # If two workers come here at once, the slower worker replaces the faster worker's object.
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)

@@ -1,4 +1,4 @@
-"""Uses a prefix of an object store as a server's folder, without Arrow."""
+"""Uses a prefix of an object store as a server's folder. The server needs no Arrow for this."""
 
 import io
 from collections.abc import Callable

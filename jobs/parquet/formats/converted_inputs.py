@@ -105,7 +105,7 @@ def converted_for_now(
         folder = os.path.realpath(folder)
         storage_with_folder = storage.with_root(folder)
         plan_with_folder = replace(plan, input_folder=folder)
-        # The id keeps the temporary files of several executions apart. Only this execution writes here.
+        # The id would keep the temporary files of several executions apart, but only this execution writes here.
         convert_inputs(storage_with_folder, plan_with_folder, files, execution_id="own")
         yield storage_with_folder, plan_with_folder
 

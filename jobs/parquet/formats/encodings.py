@@ -70,7 +70,7 @@ class EncodingGuess:
                 self._has_cp1252 = True
 
     def check(self) -> None:
-        """Raise OtherEncoding if lines look like cp1252, and no line has a character of UTF-8 that is not ASCII."""
+        """Raise OtherEncoding if a line looks like cp1252, and no line has non-ASCII characters in UTF-8."""
         if self._has_cp1252 and not self._has_utf8:
             raise OtherEncoding(self._path, "cp1252")
 
@@ -100,7 +100,7 @@ class Decoded(io.RawIOBase):
         self._path = path
         self._format = file_format
         self._unread = b""
-        self._is_begun = False
+        self._has_begun = False
         self._is_over = False
 
     def readable(self) -> bool:
@@ -112,10 +112,10 @@ class Decoded(io.RawIOBase):
         while not self._unread and not self._is_over:
             chunk = self._stream.read(CHUNK_BYTES)
             self._is_over = not chunk
-            has_utf8_mark = not self._is_begun and chunk.startswith(codecs.BOM_UTF8)
+            has_utf8_mark = not self._has_begun and chunk.startswith(codecs.BOM_UTF8)
             if has_utf8_mark and self._has_single_bytes():
                 raise MarkedAsUTF8(self._path, self._encoding)
-            self._is_begun = True
+            self._has_begun = True
             try:
                 text = self._decoder.decode(chunk, self._is_over)
             except UnicodeError:

@@ -130,6 +130,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     counts = dict.fromkeys(IN_MANIFEST, 0)
     started_at = math.inf
     ended_at = -math.inf
+
     values_of_workers: dict[str, set[str]] = {name: set() for name in _WORKER_FIELDS}
     if plan.second is not None:
         # The workers of the second model write the parts, so a part does not name the first model.
@@ -139,6 +140,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
             "fingerprint": {first.fingerprint},
             "dtype": {first.dtype},
         }
+
     listed_parts: list[dict[str, Any]] = []
     statistics = RunStatistics()
     for part in parts:
@@ -212,7 +214,7 @@ class RunFolder:
         return os.path.join(self._path, name)
 
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
-        """Write a part with `write`, and put it in its place; see Storage.put.
+        """Write a part with `write`, and put it in its place. Return False if the shard has a part already.
 
         The parts may have a folder of their own, which is made first.
         """

@@ -442,12 +442,12 @@ class LineSource(PromptSource):
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
             return Row(text)  # the row's error will say what is wrong with the line
-        if images_with_path and self._inline_pictures:
+        if not images_with_path:
+            return Row(text)
+        if self._inline_pictures:
             raise RowProblem(
                 "a picture is named by a path, and files are not read here: send data:image/...;base64,..."
             )
-        if not images_with_path:
-            return Row(text)
         files = loaded([image["url"] for image in images_with_path], read)
         for image, file in zip(images_with_path, files, strict=True):
             image["url"] = f"data:image/file;base64,{b64encode(file).decode()}"

@@ -49,10 +49,10 @@ class ShardTexts:
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
-                first_of_equal = self._first_of_equal.setdefault(row, row)
-                if first_of_equal is row:
+                first_equal_row = self._first_of_equal.setdefault(row, row)
+                if first_equal_row is row:
                     num_bytes += row.num_bytes
-                row = first_of_equal  # equal rows share their texts
+                row = first_equal_row  # equal rows share their texts
             self.rows.append(row)
             if self._bytes + num_bytes > self._shard_bytes.limit:
                 raise self._too_large(self._bytes + num_bytes)

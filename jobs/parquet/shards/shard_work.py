@@ -204,6 +204,7 @@ class ShardWork(RowsTask):
         number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
+
         # If an earlier execution has kept the answers, this execution has no runner and does not know which margins are
         # low. Then the number of all rows is returned.
         num_escalated = self._shard.rows
@@ -220,6 +221,7 @@ class ShardWork(RowsTask):
                 if not folder.has_part(number):
                     raise
                 return 0
+
         state = RunState(self._context.connection, folder.plan.run, self._context.lease)
         enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_escalated)
         return num_escalated
@@ -247,6 +249,7 @@ class ShardWork(RowsTask):
         number = self._number
         if folder.has_part(number):
             return None
+
         answers = runner.answers()
         stats = part.part_stats(
             answers,
