@@ -211,8 +211,9 @@ class _TextTable:
         for record in records:
             for name, value in (record.value or {}).items():
                 known_kind = self.kinds.get(name, "null")
-                if known_kind == "json" or (known_kind == "text" and isinstance(value, str)):
-                    continue  # the value changes nothing
+                is_text_again = known_kind == "text" and isinstance(value, str)
+                if known_kind == "json" or is_text_again:
+                    continue  # the value cannot change the kind
                 self.kinds[name] = kinds.merged(known_kind, kinds.kind_of(value))
         self._check_names()
 

@@ -212,7 +212,8 @@ def _arrow_type(kind: Kind) -> pa.DataType:
         return _SCALARS[kind.removeprefix(COMMA_KIND)]
     if "list" in kind:
         return pa.list_(_arrow_type(kind["list"]))
-    return pa.struct([pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()])
+    fields = [pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()]
+    return pa.struct(fields)
 
 
 def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:

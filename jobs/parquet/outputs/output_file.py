@@ -188,7 +188,8 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 def _json_lines(lines: Iterable[str]) -> bytes:
     """Return lines of JSON as the bytes of a file."""
-    return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
+    ended_lines = [f"{line.translate(_LINE_ENDS)}\n" for line in lines]
+    return "".join(ended_lines).encode()
 
 
 def write_csv(

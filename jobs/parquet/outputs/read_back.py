@@ -77,9 +77,9 @@ class FolderReader:
 
     def shards(self) -> list[int]:
         """Return the shards that have a part, in order."""
-        return sorted(self.parts())
+        return sorted(self.part_times())
 
-    def parts(self) -> dict[int, int]:
+    def part_times(self) -> dict[int, int]:
         """Return the Unix time, in nanoseconds, at which each part was written. The keys are the shards."""
         try:
             written_at = self._storage.written_at(self.plan.spec.parts_folder)

@@ -189,7 +189,9 @@ def _reuse_facts(plan: Plan) -> dict[str, str | int]:
     for run in plan.reused.runs:
         if run.get("differs"):
             texts.append(f"{run['output']}: {', '.join(run['differs'])}")
-    return {REUSE_DIFFERS: "; ".join(texts)} if texts else {}
+    if not texts:
+        return {}
+    return {REUSE_DIFFERS: "; ".join(texts)}
 
 
 _GONE = "it is gone"

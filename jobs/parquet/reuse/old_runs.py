@@ -533,9 +533,11 @@ def _is_uncut(column: pa.Array) -> npt.NDArray[np.bool_]:
 
 def _is_cut(value: str | list[str] | None) -> bool:
     """Whether an answer ended at its limit of tokens. value: its finish reason or reasons, or its response's JSON."""
+    if value is None:
+        return False
     if isinstance(value, list):
         return "length" in value
-    return value is not None and (value == "length" or _CUT_CHOICE in value)
+    return value == "length" or _CUT_CHOICE in value
 
 
 def _logs_by_shard(storage: Storage, plan: Plan) -> dict[int, list[str]]:

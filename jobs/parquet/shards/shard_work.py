@@ -361,7 +361,7 @@ class ShardWork(RowsTask):
             rows,
             ask,
             context.checks,
-            lambda place: first_row + place,
+            number_of=lambda place: first_row + place,
             memo=context.answers,
             memo_keys=whole_keys(keys, model_hash),
             let_go=texts.let_go,

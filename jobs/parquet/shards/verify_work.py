@@ -127,7 +127,7 @@ class VerifyWork(RowsTask):
                 self._texts.take_rows(),
                 ask,
                 context.checks,
-                lambda place: numbers[place],
+                number_of=lambda place: numbers[place],
                 let_go=self._texts.let_go,
             )
         except BaseException:
