@@ -37,8 +37,8 @@ class EncodingGuess:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._has_utf8 = False
-        self._has_cp1252 = False
+        self._has_utf8 = False  # whether a line has non-ASCII characters in UTF-8
+        self._has_cp1252 = False  # whether a line looks like cp1252
 
     def begin(self, head: bytes) -> None:
         """Look at a file's first bytes. Raises OtherEncoding if they seem to be UTF-16 or UTF-32."""
@@ -99,9 +99,9 @@ class Decoded(io.RawIOBase):
         self._encoding = encoding
         self._path = path
         self._format = file_format
-        self._unread = b""
-        self._has_begun = False
-        self._is_over = False
+        self._unread = b""  # UTF-8 that was not read from this object yet
+        self._has_begun = False  # whether a chunk of the stream was read
+        self._is_over = False  # whether the stream has ended
 
     def readable(self) -> bool:
         """Return True."""

@@ -113,7 +113,7 @@ class FolderReader:
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order. Raises PartDamaged.
 
-        The table keeps the input's metadata, such as those that pandas adds.
+        The table keeps the input's metadata, such as the metadata that pandas adds.
         """
         tables = [self.part_table(shard) for shard in range(len(self.plan.shards))]
         schema = without_own_keys(tables[0].schema)

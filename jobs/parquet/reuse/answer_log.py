@@ -206,7 +206,8 @@ class AnswerLog:
         rows = rows_in(path, batch, len(self.keys))
         model_hashes = hashes_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], model_hashes)
-        has_other_key = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
+        keys = hashes_in(batch.column(KEY))
+        has_other_key = (keys != expected_keys).any(axis=1)
         if has_other_key.any():
             first_row = rows[has_other_key][0]
             raise AnswersDamaged(

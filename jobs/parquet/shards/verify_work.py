@@ -76,7 +76,9 @@ class VerifyWork(RowsTask):
         answers_per_row = max(spec.n, len(spec.labels or ()))
         max_rows = MAX_ANSWERS // answers_per_row
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, max_rows)
+        #: How many rows of the sample another model has answered.
         self._num_other_models = 0
+        #: The recorded values of each row that is compared, by the row's number.
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in self._plan.shards_of(self._sample):
