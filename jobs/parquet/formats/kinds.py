@@ -98,8 +98,8 @@ COMMA_KIND = "comma "
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
     """Return the kind of a CSV file's column. If its numbers have decimal commas, COMMA_KIND is put before the kind."""
-    has_decimals = kind in ("fraction", "float", "number", "digits")
-    if decimal == "," and has_decimals:
+    may_have_decimals = kind in ("fraction", "float", "number", "digits")
+    if decimal == "," and may_have_decimals:
         return f"{COMMA_KIND}{kind}"
     return kind
 
@@ -167,21 +167,21 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 def _kind_of_text(text: str, decimal: str) -> str:
     """Return the kind of a CSV field. The field is not empty."""
-    has_commas = decimal == ","
-    if has_commas and "." in text:  # such as 1.234,56
+    has_decimal_commas = decimal == ","
+    if has_decimal_commas and "." in text:  # such as 1.234,56
         return "digits" if _GROUPED.fullmatch(text) else "text"
-    if has_commas:
+    if has_decimal_commas:
         text = text.replace(",", ".")
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):
         return "text"
-    if _INTEGER.fullmatch(text) and text != "-0":  # no integer is written as -0
-        kind_if_too_large = "text" if has_commas else "digits"
+    if _INTEGER.fullmatch(text) and text != "-0":  # as an integer, -0 would become 0
+        kind_if_too_large = "text" if has_decimal_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
     # With decimal commas, the output turns "digits" into floats. A float could not hold this large number exactly.
-    if has_commas and number.is_integer() and abs(number) >= _INT64:
+    if has_decimal_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
     # A template would not write this number as the file does.
     if repr(number) != text:

@@ -1,10 +1,10 @@
 """Keeps a planned run on disk: its plan, its parts, and the files that are written at its end.
 
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
-name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
-and nothing is written into the folder after it. Two executions may end a run at the same time. An execution may also
-be killed while it ends a run, and then another one ends it. Both write equal files, because both make them from the
-same parts.
+name succeeds. So an execution that was frozen for a long time changes no file that is there. `_SUCCESS` is written
+last, and nothing is written into the folder after it. Two executions may end a run at the same time. An execution may
+also be killed while it ends a run, and then another execution ends the run. Both executions write equal files, because
+both make the files from the same parts.
 """
 
 import json

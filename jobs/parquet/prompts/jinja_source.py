@@ -137,6 +137,7 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
             value = question["defaults"].get(name)
         with_defaults[name] = value
     try:
+        # A control token's text in a value is split, so that the model reads it as plain text.
         template_values = with_breaks(with_defaults, question["control_tokens"])
         return render(question["texts"], template_values)
     except TemplateProblem as problem:
