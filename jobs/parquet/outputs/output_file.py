@@ -63,7 +63,7 @@ def _is_error_file(name: str) -> bool:
 def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
-    """Write one of the two output files of an OpenAI batch."""
+    """Write one of the two output files of an OpenAI batch. Its lines have a fixed form, so `schema` is not read."""
     first_row = 0  # the number of the batch's first row in the run
     for batch in batches:
         sink.write(_batch_lines(run, is_error_file, first_row, batch))

@@ -128,14 +128,15 @@ def rendered_shards(
     only: row numbers. Shards that hold none of these rows are left out. None for all shards.
     """
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
-    for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
-        shard = plan.shards[number]
+    columns = ColumnChoice(source.columns)
+    for shard_number, reader in shard_readers(storage, plan, shards, columns):
+        shard = plan.shards[shard_number]
         path = plan.files[shard.file].path
         # The rows of each shard are counted alone, because they are gone when the next shard is read.
         shard_bytes = ShardBytes(context.shard_bytes.limit)
         texts = ShardTexts(path, source.columns, shard_bytes)
         texts.add(shard_rows(context, plan, shard, reader, source))
-        yield plan.first_row(number), texts.take_rows()
+        yield plan.first_row(shard_number), texts.take_rows()
 
 
 def shard_readers(
@@ -148,8 +149,8 @@ def shard_readers(
     reader = None
     file_number = -1
     with ExitStack() as open_readers:
-        for number in shards:
-            shard = plan.shards[number]
+        for shard_number in shards:
+            shard = plan.shards[shard_number]
             if not shard.rows:
                 continue
             if reader is None or shard.file != file_number or not reader.reaches(shard):
@@ -158,4 +159,4 @@ def shard_readers(
                 path = plan.rows_path(plan.files[file_number])
                 reader = RowReader(storage, path, shard, columns)
                 open_readers.enter_context(closing(reader))
-            yield number, reader
+            yield shard_number, reader

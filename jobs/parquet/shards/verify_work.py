@@ -155,7 +155,7 @@ class VerifyWork(RowsTask):
     def _is_comparable(
         self, row: Row | RowProblem, ask: RowAsk, recorded_key: bytes | None
     ) -> bool:
-        """Whether this model should give the recorded answer. Counts a row that another model has answered.
+        """Whether this model should give the recorded answer. A row that another model has answered is counted.
 
         recorded_key: a hash of what the run asked for the row and of the model that answered, as the run recorded it.
         None if the run's model has answered the whole shard.
