@@ -241,8 +241,8 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     arrow_type = _arrow_type(kind)
-    has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
-    becomes_float = has_commas and pa.types.is_floating(arrow_type)
+    has_decimal_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    becomes_float = has_decimal_commas and pa.types.is_floating(arrow_type)
     values: list[str | None] = []
     for text in texts:
         value = text or None  # an empty field is null

@@ -543,8 +543,8 @@ def _is_cut(value: str | list[str] | None) -> bool:
 def _logs_by_shard(storage: Storage, plan: Plan) -> dict[int, list[str]]:
     """Return the paths of the logs of each shard that has answers.
 
-    If a shard has a part, its list is empty, because the part has its answers. Raises CannotReuse for parts without
-    keys.
+    If a shard has a part, its list is empty, because the part has its answers. A shard that the plan lacks is left out.
+    Raises CannotReuse for parts without keys.
     """
     logs_by_shard: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)
