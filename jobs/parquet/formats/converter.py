@@ -78,9 +78,11 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
-            converted = ((rows, size, table.batch(part, schema)) for rows, size, part in slices)
+            converted_slices = (
+                (rows, size, table.batch(part, schema)) for rows, size, part in slices
+            )
             # Each group of slices becomes a row group of the file.
-            for _, _, batches in grouped(converted):
+            for _, _, batches in grouped(converted_slices):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _take_content(sink)
     yield {}, _take_content(sink)  # the footer

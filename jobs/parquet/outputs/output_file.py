@@ -281,7 +281,7 @@ def _field(value: Any, needs_quotes: re.Pattern[str], decimal: str) -> str:
 def failed_rows(
     storage: Storage, plan: Plan, shard: int, with_cut: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number in the run and the error of each row with an error in a part. Raises PartDamaged.
+    """Yield the failed rows of a part: each row's number in the run, and its error. Raises PartDamaged.
 
     with_cut: whether to yield rows with a cut answer as well, with CUT in place of an error.
     """

@@ -305,14 +305,16 @@ def row_source(
 
     chat_options = spec.chat.options
     prompts = _prompts(spec, _tokens_to_split(chat_options, control_tokens))
-    pictures = spec.image_column or ()
-    if pictures:
+    picture_columns = spec.image_column or ()
+    if picture_columns:
         has_template = spec.template is not None
-        prompts = PictureSource(prompts, pictures, has_template=has_template, is_chat=spec.is_chat)
+        prompts = PictureSource(
+            prompts, picture_columns, has_template=has_template, is_chat=spec.is_chat
+        )
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
     # The check function gets the values of these columns.
-    text_columns = [column for column in prompts.columns if column not in pictures]
+    text_columns = [column for column in prompts.columns if column not in picture_columns]
     check_columns = (*text_columns, *spec.sampling_columns.values(), *(spec.check_columns or ()))
     distinct_columns = tuple(dict.fromkeys(check_columns))
     return RowSource(prompts, sampling, distinct_columns)
