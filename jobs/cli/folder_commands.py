@@ -272,7 +272,7 @@ def _has_ended(connection: redis.Redis, run: str) -> bool:
 def _last_rows(reader: FolderReader, columns: list[str], num_rows: int) -> Iterator[dict[str, Any]]:
     """Yield the last `num_rows` rows of a run, from its newest parts."""
     rows: list[dict[str, Any]] = []
-    written_at = reader.parts()  # the time at which each shard's part was written
+    written_at = reader.part_times()  # the time at which each shard's part was written
     newest_first = sorted(written_at, key=lambda shard: (written_at[shard], shard), reverse=True)
     for shard in newest_first:
         num_missing = num_rows - len(rows)

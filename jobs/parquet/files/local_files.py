@@ -61,9 +61,9 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
 
 @contextmanager
 def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Turn an OSError of the body into PathSwapped if `name` is a link in an entered folder.
+    """Turn an OSError of the body into PathSwapped if `name` is a link in the folder.
 
-    folder: the folder's descriptor. path: for errors.
+    folder: the descriptor of the folder. path: for errors.
     """
     try:
         yield
@@ -90,8 +90,8 @@ def rename_exclusively(source: str, target: str, folder: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target) from None
     status = rename(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE)
     if status != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), target)
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number), target)
 
 
 #: The errors of filesystems without hard links, or without a rename that fails if the new name is taken.
@@ -218,7 +218,7 @@ class LocalFiles:
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:
-                with suppress(OSError):  # it is not empty
+                with suppress(OSError):  # raised if the folder is not empty
                     os.rmdir(name, dir_fd=folder)
 
     @contextmanager

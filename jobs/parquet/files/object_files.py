@@ -133,7 +133,7 @@ class ObjectFiles:
         _, key = self._store_and_key(folder)
         level = self._level(folder)
         folders = {os.path.basename(prefix) for prefix in level["folders"]}
-        # The prefix itself may be the name of an object, which is not in the folder.
+        # An object may have the prefix itself as its name. That object is not in the folder.
         files = {os.path.basename(path) for path in level["objects"] if path != key}
         yield (Entry(name, is_folder=name in folders, is_link=False) for name in folders | files)
 
@@ -226,7 +226,8 @@ class ObjectFiles:
             )
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # if two workers come here at once, the slower worker replaces the faster worker's object
+        else:
+            # If two workers come here at once, the slower worker replaces the faster worker's object.
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)
@@ -285,7 +286,7 @@ def _split(path: str) -> tuple[str, str, str]:
 class _Writer:
     """A Python file through which pyarrow writes an object."""
 
-    closed = False
+    closed = False  # pyarrow looks at this attribute
 
     def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
         """upload: obstore's writer, which puts an object of one chunk in one request. path: shown in errors."""

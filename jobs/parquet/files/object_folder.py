@@ -1,4 +1,4 @@
-"""Uses a prefix of an object store as a server's folder, without Arrow."""
+"""Uses a prefix of an object store as a server's folder. The server needs no Arrow for this."""
 
 import io
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class ObjectFolder:
         return io.BufferedReader(FetchedFile(fetch, head["size"]), READ_BYTES)
 
     def create(self, name: str) -> "ObjectDraft":
-        """Begin to upload a file. The file exists once `finish` was called."""
+        """Begin to upload a file. The file exists once the draft's `finish` was called."""
         upload = obstore.open_writer(
             self._upload_store, self._key(name), buffer_size=CHUNK_BYTES, max_concurrency=2
         )

@@ -77,7 +77,10 @@ _ENDPOINT_VARIABLES = {
 
 
 def _endpoint(scheme: str) -> str:
-    """Return the store's URL from the environment; "" if the environment has none and the store is the vendor's own."""
+    """Return the store's URL from the environment; "" if the environment has none.
+
+    A store without such a URL is the vendor's own.
+    """
     for name in _ENDPOINT_VARIABLES.get(scheme, ()):
         value = os.environ.get(name)
         if value:
@@ -93,7 +96,8 @@ def make_request(
 ) -> T:
     """Make a request again and again until it is answered, and return the answer.
 
-    timeout_s: the request's time limit. No new try begins in its second half, which is left for the last try.
+    timeout_s: the time limit of all tries together. No new try begins in the second half of this time, which is left
+    for the last try. With 0, there is only one try.
     Raises FileNotFoundError, FileExistsError, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted
     raises. Raises PathSwapped if the object has changed since it was opened.
     """
@@ -109,7 +113,8 @@ def make_request(
             seconds = time.monotonic() - began_at
             if seconds + wait_s > timeout_s * _SHARE_FOR_TRIES:
                 raise StoreUnreachable(path, seconds, reason) from None
-            if seconds > TRIES_S and not has_warned:
+            is_slow = seconds > TRIES_S
+            if is_slow and not has_warned:
                 has_warned = True
                 _log.warning(
                     "the store of %s has not answered for %.0f s (%s): trying again",

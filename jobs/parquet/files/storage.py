@@ -75,7 +75,7 @@ class Storage:
         return type(self)(roots, self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _files_of(self, path: str) -> LocalFiles | ObjectFiles:
-        """Return what reaches a path's files. Raises PathOutsideRoots for an object's path if no root is in a store."""
+        """Return the object that reaches a path. Raises PathOutsideRoots for a stored path if no root is in a store."""
         if not is_stored(path.lower()):  # a scheme may be in capitals
             return self._local
         if self._stored is None:
@@ -157,24 +157,24 @@ class Storage:
                 self.remove(temporary)
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder if it is empty. Do nothing if there is none."""
+        """Remove a file, or a folder if it is empty. Do nothing if there is nothing at the path."""
         with suppress(FileNotFoundError):
             self._files_of(path).remove(path)
 
 
 @contextmanager
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
-    """Turn errors of reading a file into errors that name it. MemoryError is not changed.
+    """Turn errors of reading a file into errors that name the file. MemoryError is not changed.
 
     Raises InputNotFound or CorruptParquet. With a file_format, raises CorruptTable in place of CorruptParquet.
     """
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-        number = getattr(error, "errno", None)  # None where pyarrow reports broken pages
-        if number in _NO_SUCH_FILE:
+        error_number = getattr(error, "errno", None)  # None where pyarrow reports broken pages
+        if error_number in _NO_SUCH_FILE:
             raise errors.InputNotFound(path) from None
-        if number is not None or isinstance(error, pa.ArrowMemoryError):
+        if error_number is not None or isinstance(error, pa.ArrowMemoryError):
             raise
         if file_format is None:
             raise errors.CorruptParquet(path, _first_line(error)) from error
@@ -183,7 +183,7 @@ def reading(path: str, file_format: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Turn errors of writing a file into errors that name it. Raises DiskFull or OutputNotWritable."""
+    """Turn errors of writing a file into errors that name the file. Raises DiskFull or OutputNotWritable."""
     try:
         yield
     except OSError as error:

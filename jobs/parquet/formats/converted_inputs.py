@@ -95,7 +95,8 @@ def converted_for_now(
 ) -> Iterator[tuple[Storage, Plan]]:
     """Lend a storage and a plan with which the run's rows can be read. Converted files are in a temporary folder.
 
-    Converted files in the output are not used, because a preview has no output and a finished run keeps none.
+    Converted files in the output are not used, because a preview has no output, and a finished run has
+    removed its converted files.
     """
     if plan.input_format == PARQUET:
         yield storage, plan
@@ -104,7 +105,7 @@ def converted_for_now(
         folder = os.path.realpath(folder)
         storage_with_folder = storage.with_root(folder)
         plan_with_folder = replace(plan, input_folder=folder)
-        # The id keeps the temporary files of several executions apart. No other execution writes here, so any id does.
+        # The id would keep the temporary files of several executions apart, but only this execution writes here.
         convert_inputs(storage_with_folder, plan_with_folder, files, execution_id="own")
         yield storage_with_folder, plan_with_folder
 
@@ -112,7 +113,7 @@ def converted_for_now(
 def remove_working_folders(storage: Storage, plan: Plan) -> None:
     """Remove the folders that a run needs only until its end. Raises OutputNotWritable.
 
-    They hold converted inputs, answers of earlier runs, and journals.
+    These folders hold converted inputs, answers of earlier runs, and journals.
     """
     output = plan.spec.output
     for folder in (

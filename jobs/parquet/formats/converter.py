@@ -71,16 +71,18 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     `as_json`: the file gets these columns twice, first with the column's type, then as the JSON text of each value.
     """
     sink = io.BytesIO()
-    # `file` must stay a variable of its own: pyarrow closes the sink when the object is deleted.
+    # `file` must stay a variable of its own: when `file` is deleted, pyarrow closes the sink.
     file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
-            converted = ((rows, size, table.batch(part, schema)) for rows, size, part in slices)
+            converted_slices = (
+                (rows, size, table.batch(part, schema)) for rows, size, part in slices
+            )
             # Each group of slices becomes a row group of the file.
-            for _, _, batches in grouped(converted):
+            for _, _, batches in grouped(converted_slices):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _take_content(sink)
     yield {}, _take_content(sink)  # the footer
@@ -211,8 +213,9 @@ class _TextTable:
         for record in records:
             for name, value in (record.value or {}).items():
                 known_kind = self.kinds.get(name, "null")
-                if known_kind == "json" or (known_kind == "text" and isinstance(value, str)):
-                    continue  # the value changes nothing
+                is_text_again = known_kind == "text" and isinstance(value, str)
+                if known_kind == "json" or is_text_again:
+                    continue  # the value cannot change the kind
                 self.kinds[name] = kinds.merged(known_kind, kinds.kind_of(value))
         self._check_names()
 

@@ -37,8 +37,8 @@ class EncodingGuess:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._has_utf8 = False
-        self._has_cp1252 = False
+        self._has_utf8 = False  # whether a line has non-ASCII characters in UTF-8
+        self._has_cp1252 = False  # whether a line looks like cp1252
 
     def begin(self, head: bytes) -> None:
         """Look at a file's first bytes. Raises OtherEncoding if they seem to be UTF-16 or UTF-32."""
@@ -53,8 +53,9 @@ class EncodingGuess:
             (odd_bytes, even_bytes, "utf-16-le"),
             (even_bytes, odd_bytes, "utf-16-be"),
         ):
-            high_bytes_are_zero = high_bytes.count(0) > len(high_bytes) // 2  # most of them
-            if len(high_bytes) > 3 and high_bytes_are_zero and 0 not in low_bytes:
+            has_enough_letters = len(high_bytes) > 3
+            most_are_zero = high_bytes.count(0) > len(high_bytes) // 2
+            if has_enough_letters and most_are_zero and 0 not in low_bytes:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:
@@ -70,7 +71,7 @@ class EncodingGuess:
 
     @property
     def seems_cp1252(self) -> bool:
-        """Whether lines look like cp1252, and no line has a character of UTF-8 that is not ASCII."""
+        """Whether a line looks like cp1252, and no line has non-ASCII characters in UTF-8."""
         return self._has_cp1252 and not self._has_utf8
 
     def check(self) -> None:
@@ -103,9 +104,9 @@ class Decoded(io.RawIOBase):
         self._encoding = encoding
         self._path = path
         self._format = file_format
-        self._unread = b""
-        self._is_begun = False
-        self._is_over = False
+        self._unread = b""  # UTF-8 that was not read from this object yet
+        self._has_begun = False  # whether a chunk of the stream was read
+        self._is_over = False  # whether the stream has ended
 
     def readable(self) -> bool:
         """Return True."""
@@ -116,13 +117,10 @@ class Decoded(io.RawIOBase):
         while not self._unread and not self._is_over:
             chunk = self._stream.read(CHUNK_BYTES)
             self._is_over = not chunk
-            if (
-                not self._is_begun
-                and chunk.startswith(codecs.BOM_UTF8)
-                and self._has_single_bytes()
-            ):
+            has_utf8_mark = not self._has_begun and chunk.startswith(codecs.BOM_UTF8)
+            if has_utf8_mark and self._has_single_bytes():
                 raise MarkedAsUTF8(self._path, self._encoding)
-            self._is_begun = True
+            self._has_begun = True
             try:
                 text = self._decoder.decode(chunk, self._is_over)
             except UnicodeError:

@@ -98,8 +98,8 @@ COMMA_KIND = "comma "
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
     """Return the kind of a CSV file's column. If its numbers have decimal commas, COMMA_KIND is put before the kind."""
-    has_decimals = kind in ("fraction", "float", "number", "digits")
-    if decimal == "," and has_decimals:
+    may_have_decimals = kind in ("fraction", "float", "number", "digits")
+    if decimal == "," and may_have_decimals:
         return f"{COMMA_KIND}{kind}"
     return kind
 
@@ -107,7 +107,7 @@ def with_decimal(kind: Kind, decimal: str) -> Kind:
 def merged_texts(one: Kind, other: Kind) -> Kind:
     """Return the kind of a CSV file's column that holds fields of both kinds.
 
-    Two kinds of numbers make a kind of numbers. Other different kinds make "text".
+    Two different kinds of numbers make a kind of numbers, or "digits". Any other two different kinds make "text".
     """
     if one == other or other == "null":
         return one
@@ -138,7 +138,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
-    if not fields or "json" in fields.values():  # Parquet has no type for an object without names
+    if not fields or "json" in fields.values():  # Parquet has no type for an empty object
         return "json"
     return {"struct": fields}
 
@@ -167,21 +167,21 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 def _kind_of_text(text: str, decimal: str) -> str:
     """Return the kind of a CSV field. The field is not empty."""
-    has_commas = decimal == ","
-    if has_commas and "." in text:  # such as 1.234,56
+    has_decimal_commas = decimal == ","
+    if has_decimal_commas and "." in text:  # such as 1.234,56
         return "digits" if _GROUPED.fullmatch(text) else "text"
-    if has_commas:
+    if has_decimal_commas:
         text = text.replace(",", ".")
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):
         return "text"
-    if _INTEGER.fullmatch(text) and text != "-0":  # no integer is written as -0
-        kind_if_too_large = "text" if has_commas else "digits"
+    if _INTEGER.fullmatch(text) and text != "-0":  # as an integer, -0 would become 0
+        kind_if_too_large = "text" if has_decimal_commas else "digits"
         return _kind_of_integer(int(text), kind_if_too_large)
     number = float(text)
     # With decimal commas, the output turns "digits" into floats. A float could not hold this large number exactly.
-    if has_commas and number.is_integer() and abs(number) >= _INT64:
+    if has_decimal_commas and number.is_integer() and abs(number) >= _INT64:
         return "text"
     # A template would not write this number as the file does.
     if repr(number) != text:
@@ -212,7 +212,8 @@ def _arrow_type(kind: Kind) -> pa.DataType:
         return _SCALARS[kind.removeprefix(COMMA_KIND)]
     if "list" in kind:
         return pa.list_(_arrow_type(kind["list"]))
-    return pa.struct([pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()])
+    fields = [pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()]
+    return pa.struct(fields)
 
 
 def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
@@ -228,7 +229,7 @@ def _json_text(value: Any) -> str | None:
 
 
 def depends_on_other_rows(kind: Kind) -> bool:
-    """Whether a value in a column of this kind may look different because of other rows: 1.0 in place of 1."""
+    """Whether a value in a column of this kind may look different because of other rows, such as 1.0 in place of 1."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
@@ -240,8 +241,8 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises pyarrow's errors if the fields have another kind."""
     arrow_type = _arrow_type(kind)
-    has_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
-    becomes_float = has_commas and pa.types.is_floating(arrow_type)
+    has_decimal_commas = isinstance(kind, str) and kind.startswith(COMMA_KIND)
+    becomes_float = has_decimal_commas and pa.types.is_floating(arrow_type)
     values: list[str | None] = []
     for text in texts:
         value = text or None  # an empty field is null

@@ -43,7 +43,10 @@ def raw_lines(
             if current_row is not None and line.value is not None:
                 text = line.value.decode(errors="replace")
                 lines_by_row.setdefault(current_row, []).append(text)
-    return {row: "\n".join(lines).rstrip("\r\n") for row, lines in lines_by_row.items()}
+    text_by_row = {}
+    for row, lines in lines_by_row.items():
+        text_by_row[row] = "\n".join(lines).rstrip("\r\n")
+    return text_by_row
 
 
 @contextmanager

@@ -259,13 +259,13 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
         delimiter = sep_line["delimiter"].decode(errors="replace")
     rows = _csv_rows(lines, delimiter, file.encoding_name)
 
-    head = next(rows, None)
-    if head is None:
+    header = next(rows, None)
+    if header is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
-    if head.problem:
+    if header.problem:
         file.check_encoding()
-        raise CorruptTable(path, "CSV", f"line {head.line_number} {head.problem}")
-    names: list[str] = head.value
+        raise CorruptTable(path, "CSV", f"line {header.line_number} {header.problem}")
+    names: list[str] = header.value
     is_usual_delimiter = file.delimiter is None and sep_line is None
     if len(names) == 1 and is_usual_delimiter:
         _check_only_column(file, names[0], usual_delimiter, rows)

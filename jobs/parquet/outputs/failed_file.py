@@ -55,7 +55,7 @@ def _write_csv(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
 
 
 def _write_jsonl(sink: Any, table: pa.Table, dialect: Mapping[str, str]) -> None:
-    """Write a table of failed rows as lines of JSON."""
+    """Write a table of failed rows as lines of JSON. JSON has no dialect, so `dialect` is not read."""
     write_jsonl(_NO_ANSWER_COLUMNS, sink, table.schema, iter(table.to_batches()))
 
 

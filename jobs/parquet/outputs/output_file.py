@@ -63,7 +63,7 @@ def _is_error_file(name: str) -> bool:
 def _write_batch_lines(
     run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
 ) -> None:
-    """Write one of the two output files of an OpenAI batch."""
+    """Write one of the two output files of an OpenAI batch. Its lines have a fixed form, so `schema` is not read."""
     first_row = 0  # the number of the batch's first row in the run
     for batch in batches:
         sink.write(_batch_lines(run, is_error_file, first_row, batch))
@@ -188,7 +188,8 @@ _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\
 
 def _json_lines(lines: Iterable[str]) -> bytes:
     """Return lines of JSON as the bytes of a file."""
-    return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
+    ended_lines = [f"{line.translate(_LINE_ENDS)}\n" for line in lines]
+    return "".join(ended_lines).encode()
 
 
 def write_csv(
@@ -232,14 +233,15 @@ _QUOTED = '"\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff'
 
 
 def _rows(batch: pa.RecordBatch, answer_columns: Set[str]) -> Iterator[Sequence[Any]]:
-    """Yield a batch's rows, with values that JSON can hold. A value that Python cannot hold is null.
+    """Yield a batch's rows, with values that JSON can hold. A value that Python cannot hold becomes null.
 
     answer_columns: the names of the columns of answers. These columns have no limit of size.
     """
     values_by_column = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
-            column = column.cast(pa.string())  # Arrow's text loses nothing; Python's types would
+            # Arrow's text has all digits of the value. Python's types may hold fewer.
+            column = column.cast(pa.string())
         values = row_values(name, column, are_answers=name in answer_columns)
         values_by_column.append(as_written(batch.schema.field(name), values))
     for row in zip(*values_by_column, strict=True):
@@ -247,7 +249,7 @@ def _rows(batch: pa.RecordBatch, answer_columns: Set[str]) -> Iterator[Sequence[
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that JSON has. A number that JSON cannot write is null."""
+    """Return a value in a form that JSON has. A number that JSON cannot write becomes null."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -279,7 +281,7 @@ def _field(value: Any, needs_quotes: re.Pattern[str], decimal: str) -> str:
 def failed_rows(
     storage: Storage, plan: Plan, shard: int, with_cut: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """Yield each row of a part that has an error: its number in the run, and the error. Raises PartDamaged.
+    """Yield the failed rows of a part: each row's number in the run, and its error. Raises PartDamaged.
 
     with_cut: whether to yield rows with a cut answer as well, with CUT in place of an error.
     """

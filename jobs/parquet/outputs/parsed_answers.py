@@ -37,7 +37,8 @@ def arrow_type(kind: ValueType) -> pa.DataType:
     """Return the Arrow type of values that have one of a schema's types."""
     type_name = kind.kind
     if type_name == schema_types.OBJECT:
-        return pa.struct([(name, arrow_type(inner)) for name, inner in kind.fields.items()])
+        fields = [(name, arrow_type(inner)) for name, inner in kind.fields.items()]
+        return pa.struct(fields)
     if kind.item is None:
         return _ARROW[type_name]
     item_type = arrow_type(kind.item)

@@ -41,7 +41,8 @@ MODEL = "model"
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
     """Return the schema of a part without the statistics that its metadata hold."""
-    metadata = {key: value for key, value in (schema.metadata or {}).items() if key != STATISTICS}
+    metadata = dict(schema.metadata or {})
+    metadata.pop(STATISTICS, None)
     return schema.with_metadata(metadata or None)
 
 

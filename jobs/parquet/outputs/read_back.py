@@ -46,7 +46,7 @@ class FolderReader:
         folder: the folder's real path.
         """
         if is_stored(folder):
-            # Without obstore, this import raises an ImportError that says what to install. Storage ignores that error.
+            # Without obstore, this import raises an ImportError that says what to install. `Storage` would ignore it.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
@@ -77,9 +77,9 @@ class FolderReader:
 
     def shards(self) -> list[int]:
         """Return the shards that have a part, in order."""
-        return sorted(self.parts())
+        return sorted(self.part_times())
 
-    def parts(self) -> dict[int, int]:
+    def part_times(self) -> dict[int, int]:
         """Return the Unix time, in nanoseconds, at which each part was written. The keys are the shards."""
         try:
             written_at = self._storage.written_at(self.plan.spec.parts_folder)
@@ -111,7 +111,10 @@ class FolderReader:
         return examples_of(self._storage, self.plan, has_prompts=has_prompts)
 
     def table(self) -> pa.Table:
-        """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""
+        """Return the rows of all parts, in order. Raises PartDamaged.
+
+        The table keeps the input's metadata, such as the metadata that pandas adds.
+        """
         tables = [self.part_table(shard) for shard in range(len(self.plan.shards))]
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(table.cast(schema) for table in tables)

@@ -1,10 +1,10 @@
 """Keeps a planned run on disk: its plan, its parts, and the files that are written at its end.
 
 Nothing here replaces a file or removes a part. `Storage.publish` gives a file its name, and only the first call for a
-name succeeds. So an execution that was frozen, however long, changes no file that is there. `_SUCCESS` is written last,
-and nothing is written into the folder after it. Two executions may end a run at the same time. An execution may also
-be killed while it ends a run, and then another one ends it. Both write equal files, because both make them from the
-same parts.
+name succeeds. So an execution that was frozen for a long time changes no file that is there. `_SUCCESS` is written
+last, and nothing is written into the folder after it. Two executions may end a run at the same time. An execution may
+also be killed while it ends a run, and then another execution ends the run. Both executions write equal files, because
+both make the files from the same parts.
 """
 
 import json
@@ -130,6 +130,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     counts = dict.fromkeys(IN_MANIFEST, 0)
     started_at = math.inf
     ended_at = -math.inf
+
     values_of_workers: dict[str, set[str]] = {name: set() for name in _WORKER_FIELDS}
     if plan.second is not None:
         # The workers of the second model write the parts, so a part does not name the first model.
@@ -139,6 +140,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
             "fingerprint": {first.fingerprint},
             "dtype": {first.dtype},
         }
+
     listed_parts: list[dict[str, Any]] = []
     statistics = RunStatistics()
     for part in parts:
@@ -187,7 +189,9 @@ def _reuse_facts(plan: Plan) -> dict[str, str | int]:
     for run in plan.reused.runs:
         if run.get("differs"):
             texts.append(f"{run['output']}: {', '.join(run['differs'])}")
-    return {REUSE_DIFFERS: "; ".join(texts)} if texts else {}
+    if not texts:
+        return {}
+    return {REUSE_DIFFERS: "; ".join(texts)}
 
 
 _GONE = "it is gone"
@@ -212,7 +216,7 @@ class RunFolder:
         return os.path.join(self._path, name)
 
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
-        """Write a part with `write`, and put it in its place; see Storage.put.
+        """Write a part with `write`, and put it in its place. Return False if the shard has a part already.
 
         The parts may have a folder of their own, which is made first.
         """
@@ -224,7 +228,7 @@ class RunFolder:
         """Make the folder of journals, unless the run has ended."""
         with writing(self.journal):
             self.storage.make_folder(self.journal)
-            if self.has_success():  # the run has ended meanwhile
+            if self.has_success():  # looked for last, because the run may end at any moment
                 self.storage.remove(self.journal)
 
     def has_part(self, shard: int) -> bool:
@@ -394,15 +398,15 @@ class RunFolder:
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         parts = map(self.part_stats, range(len(self.plan.shards)))
         summary = manifest_of(self.plan, parts, reasons)
-        manifest = json.dumps(summary, indent=2)
+        manifest_text = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
-        manifest_as_read = json.loads(manifest)  # with values as in the file
+        manifest_as_read = json.loads(manifest_text)  # with values as in the file
         report = report_html(manifest_as_read, examples=examples)
         writers: dict[str, Callable[[Any], object]] = {}
         for name in self._outputs:
             writers[name] = partial(write_output, self.storage, self.plan, name)
         writers[run_names.REPORT] = lambda sink: sink.write(report.encode())
-        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest.encode())
+        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest_text.encode())
 
         with writing(self._path):
             for name in self._end_files:
@@ -434,8 +438,9 @@ class RunFolder:
 
         Another execution may still run. It no longer needs its temporary file, because its part is already in place.
         """
-        planning_id = "" if self.plan.reused is None else self.plan.reused.name
-        numbers_name = os.path.basename(run_names.row_numbers_name(planning_id))
+        # The plan's own file of row numbers stays. Its name contains `plan.reused.name`.
+        name_part = "" if self.plan.reused is None else self.plan.reused.name
+        numbers_name = os.path.basename(run_names.row_numbers_name(name_part))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))

@@ -70,7 +70,7 @@ class JinjaSource(PromptSource):
             try:
                 for outcome in self._rendered(rows.slice(num_done, rows_at_once)):
                     num_done += 1
-                    if isinstance(outcome, str):
+                    if isinstance(outcome, str):  # the text says what is wrong with the row
                         yield RowProblem(outcome)
                     else:
                         yield outcome
@@ -118,6 +118,7 @@ def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
     for values in python_rows(question["columns"], batch):
         outcome = _outcome(question, values)
         outcomes.append(outcome)
+        # The sum is the number of characters, whether `outcome` is a list of texts or one text.
         chars += sum(map(len, outcome))
         if chars > _TOGETHER_CHARS:
             yield {"rows": outcomes}
@@ -136,6 +137,7 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
             value = question["defaults"].get(name)
         with_defaults[name] = value
     try:
+        # A control token's text in a value is split, so that the model reads it as plain text.
         template_values = with_breaks(with_defaults, question["control_tokens"])
         return render(question["texts"], template_values)
     except TemplateProblem as problem:

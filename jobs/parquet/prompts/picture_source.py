@@ -32,26 +32,32 @@ class PictureSource(PromptSource):
     """
 
     def __init__(
-        self, prompts: PromptSource, columns: Sequence[str], *, has_template: bool, is_chat: bool
+        self,
+        prompts: PromptSource,
+        picture_columns: Sequence[str],
+        *,
+        has_template: bool,
+        is_chat: bool,
     ) -> None:
         self._prompts = prompts
-        self._picture_columns = tuple(columns)
+        self._picture_columns = tuple(picture_columns)
         self._is_chat = is_chat
-        #: The columns of pictures that the template names. The keys are the names in the template.
+        #: For each name in the template that stands for a column of pictures: the name of that column.
         self._template_names: dict[str, str] = {}
         if has_template:
             for name in prompts.columns:
-                if name in columns:
+                if name in picture_columns:
                     self._template_names[name] = name
-                elif name == ALIAS and len(columns) == 1:  # "image" stands for the only column
-                    self._template_names[name] = columns[0]
+                elif name == ALIAS and len(picture_columns) == 1:
+                    # "image" stands for the only column of pictures.
+                    self._template_names[name] = picture_columns[0]
         #: For each column of pictures, the random text that stands in a rendered prompt where the pictures belong.
-        self._placeholders = {column: token_hex(16) for column in columns}
-        any_placeholder = "|".join(self._placeholders.values())
+        self._placeholders = {column: token_hex(16) for column in picture_columns}
+        alternatives = "|".join(self._placeholders.values())
         # The pattern has a group, so that splitting a text keeps the placeholders.
-        self._pattern = re.compile(f"({any_placeholder})")
+        self._any_placeholder = re.compile(f"({alternatives})")
         text_columns = [name for name in prompts.columns if name not in self._template_names]
-        self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
+        self.columns = tuple(dict.fromkeys((*text_columns, *picture_columns)))
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column cannot hold pictures, or if `prompts` cannot read its columns."""
@@ -127,7 +133,7 @@ class PictureSource(PromptSource):
             messages = json.loads(prompt)
         for message in messages:
             content = message["content"]
-            if isinstance(content, str) and self._pattern.search(content):
+            if isinstance(content, str) and self._any_placeholder.search(content):
                 message["content"] = self._with_pictures(content, pictures)
 
         placeholders_in_template = {
@@ -145,7 +151,7 @@ class PictureSource(PromptSource):
     def _with_pictures(self, content: str, pictures: Mapping[str, list[Picture]]) -> Parts:
         """Return a text as parts, with pictures instead of their placeholders."""
         parts: Parts = []
-        for piece in self._pattern.split(content):
+        for piece in self._any_placeholder.split(content):
             if piece in pictures:  # the piece is a placeholder
                 parts += _parts(pictures[piece])
             else:

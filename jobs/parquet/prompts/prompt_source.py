@@ -172,7 +172,7 @@ def rows_without_null_keys(
 
 
 def without_null_keys(value: Any, kind: pa.DataType) -> Any:
-    """Return a value without the null fields of its structs, at all depths. kind: its type."""
+    """Return a value without the null fields of its structs, at all depths. kind: the value's type."""
     if pa.types.is_struct(kind) and isinstance(value, dict):
         cleaned = {}
         for key, inner in value.items():
@@ -205,7 +205,7 @@ class TemplateSource(PromptSource):
     """A template over columns. Lists, structs and maps are written as JSON.
 
     defaults: for each column, the text that stands for null. control_tokens: the texts of control tokens. Such a text
-    in a value is split, so that the model reads it as plain text. This is not done in a chat, where the engine does it.
+    in a value is split, so that the model reads it as plain text. In a chat, the engine does this instead.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class RowSampling:
         # equal JSON. The seed is left out, because each row gets a seed of its own.
         self._run_values = {name: value for name, value in sampling.items() if name != "seed"}
         remember = lru_cache(CHECKS_REMEMBERED)
-        self._problem = remember(self._find_problem)
+        self._find_problem_once = remember(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
         """Raise WrongColumnType if a column can never hold values of its sampling option."""
@@ -86,7 +86,7 @@ class RowSampling:
                 _check_values(field, name)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-        """Yield the values of each row's columns, or its RowProblem. Texts such as 0,7 become numbers first."""
+        """Yield each row's values in the columns, or its RowProblem. Texts such as 0,7 become numbers first."""
         for column in self.columns:
             field = rows.field(column)
             if has_comma_digits(field):
@@ -109,7 +109,7 @@ class RowSampling:
             if value is not None:
                 sampling[name] = _plain(value)
         sampling_json = json.dumps(sampling)
-        problem = self._problem(sampling_json)
+        problem = self._find_problem_once(sampling_json)
         if problem is not None:
             raise RowProblem(problem)
         return sampling_json
@@ -117,7 +117,7 @@ class RowSampling:
     def _check_options(self, values: Mapping[str, Any]) -> None:
         """Raise InvalidJob for impossible values."""
         sampling = values
-        if TOOLS in values:
+        if TOOLS in values:  # tools are an option of the chat
             sampling, _ = split_chat_options(values)
         self._check_sampling(sampling)
 
@@ -226,7 +226,7 @@ class RowSource:
     def rows(
         self, batch: pa.RecordBatch, read: ReadFile = str.encode
     ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why no prompt can be made of it.
+        """Yield each row of a batch, or the reason why no prompt can be made of the row.
 
         read: returns the bytes of a picture's file. The default is never called: it is for sources without pictures.
         """
@@ -305,14 +305,16 @@ def row_source(
 
     chat_options = spec.chat.options
     prompts = _prompts(spec, _tokens_to_split(chat_options, control_tokens))
-    pictures = spec.image_column or ()
-    if pictures:
+    picture_columns = spec.image_column or ()
+    if picture_columns:
         has_template = spec.template is not None
-        prompts = PictureSource(prompts, pictures, has_template=has_template, is_chat=spec.is_chat)
+        prompts = PictureSource(
+            prompts, picture_columns, has_template=has_template, is_chat=spec.is_chat
+        )
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
     # The check function gets the values of these columns.
-    text_columns = [column for column in prompts.columns if column not in pictures]
+    text_columns = [column for column in prompts.columns if column not in picture_columns]
     check_columns = (*text_columns, *spec.sampling_columns.values(), *(spec.check_columns or ()))
     distinct_columns = tuple(dict.fromkeys(check_columns))
     return RowSource(prompts, sampling, distinct_columns)
@@ -322,14 +324,14 @@ def _step_source(
     spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]
 ) -> RowSource:
     """Return the source of rows with several prompts. Row.values has the values that later prompts read."""
-    first, *later_steps = spec.steps
+    first_step, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
     later_columns: dict[str, None] = {}  # a set that keeps its order
     for step in later_steps:
         later_columns.update(dict.fromkeys(step.template.columns))
     value_columns = [column for column in later_columns if column not in step_names]
-    prompt_source.check_defaults(spec.defaults, (*first.template.columns, *value_columns))
-    prompts = StepSource(first, spec.defaults, step_names, control_tokens)
+    prompt_source.check_defaults(spec.defaults, (*first_step.template.columns, *value_columns))
+    prompts = StepSource(first_step, spec.defaults, step_names, control_tokens)
     return RowSource(prompts, sampling, value_columns, prompt_source.written_as_texts)
 
 
@@ -397,8 +399,8 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each line is JSON. The limit of a prompt's length does not hold for a line.
 
-    A line may name a picture by its path, which is then replaced by a data: URL. inline_pictures: True if every picture
-    must be a data: URL already. Then a line that names a path is refused.
+    A line may name a picture by its path. The path is then replaced by a data: URL. inline_pictures: True if every
+    picture must be a data: URL already. Then a line that names a path is refused.
     """
 
     columns = ("request",)
@@ -442,12 +444,12 @@ class LineSource(PromptSource):
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
             return Row(text)  # the row's error will say what is wrong with the line
-        if images_with_path and self._inline_pictures:
+        if not images_with_path:
+            return Row(text)
+        if self._inline_pictures:
             raise RowProblem(
                 "a picture is named by a path, and files are not read here: send data:image/...;base64,..."
             )
-        if not images_with_path:
-            return Row(text)
         files = loaded([image["url"] for image in images_with_path], read)
         for image, file in zip(images_with_path, files, strict=True):
             image["url"] = f"data:image/file;base64,{b64encode(file).decode()}"

@@ -93,7 +93,7 @@ def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
 
 
 def write_log(sink: Any, owner: list[Any], records: pa.Table) -> None:
-    """Write records, which have the columns of `log_schema`."""
+    """Write a log. owner: see log_owner. records: a table with the columns of `log_schema`."""
     header = {"format": FORMAT, "owner": owner, "records": records.num_rows}
     table = records.replace_schema_metadata({_HEADER: json.dumps(header)})
     pq.write_table(table, sink, write_page_checksum=True)
@@ -128,7 +128,7 @@ def answer_records(
 def open_log(
     storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[TableReading, dict[str, Any]]]:
-    """Lend an opened log, of any run, and its header.
+    """Lend an opened log of any run, and the log's header.
 
     Raises AnswersDamaged for a log that cannot be read, and for an error that its contents cause in the `with` block.
     """
@@ -206,7 +206,8 @@ class AnswerLog:
         rows = rows_in(path, batch, len(self.keys))
         model_hashes = hashes_in(batch.column(MODEL))
         expected_keys = whole_keys(self.keys[rows], model_hashes)
-        has_other_key = (hashes_in(batch.column(KEY)) != expected_keys).any(axis=1)
+        keys = hashes_in(batch.column(KEY))
+        has_other_key = (keys != expected_keys).any(axis=1)
         if has_other_key.any():
             first_row = rows[has_other_key][0]
             raise AnswersDamaged(
@@ -224,7 +225,7 @@ def rows_in(path: str, batch: pa.RecordBatch, num_rows: int) -> npt.NDArray[np.i
 
 
 def hashes_in(column: pa.Array) -> Keys:
-    """Return the keys or hashes of models in a log's column. Raises TypeError for a null."""
+    """Return the keys in a log's column of keys, or the hashes in its column of models. Raises TypeError for a null."""
     return as_keys(b"".join(column.to_pylist()))
 
 
@@ -251,8 +252,8 @@ def _progress_text(record: Record) -> str | None:
 def _records(batch: pa.RecordBatch) -> Iterator[Record]:
     """Yield the records of a log's batch."""
     answers = _answers(batch.drop_columns([ROW, KEY, MODEL, TOKENS, UNDER_WAY]))
-    own_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
-    for values, answer in zip(own_values, answers, strict=True):
+    other_values = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
+    for values, answer in zip(other_values, answers, strict=True):
         row = values[ROW]
         model_hash = values[MODEL]
         progress_text = values[UNDER_WAY]

@@ -83,8 +83,8 @@ def write_keys(
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
     """Return the keys of a part's rows, and hashes of the models that answered. Raises PartDamaged.
 
-    A key is a hash of what a row asked and of the model that answered it. run: the id of the run that wrote the keys,
-    which is not the plan's if the folder was copied.
+    A key is a hash of what a row asked and of the model that answered it. run: the id of the run that wrote the keys.
+    If the folder was copied, this is not the id in the plan.
     """
     path = os.path.join(plan.spec.output, keys_name(shard))
     num_rows = plan.shards[shard].rows
@@ -109,7 +109,9 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
             path,
             f"it has the keys of {len(hashes_and_keys) - num_hashes} rows, expected {num_rows}",
         )
-    return hashes_and_keys[num_hashes:], hashes_and_keys[:num_hashes]
+    model_hashes = hashes_and_keys[:num_hashes]
+    keys = hashes_and_keys[num_hashes:]
+    return keys, model_hashes
 
 
 def _digest(run: str, shard: int, body: bytes) -> bytes:
@@ -128,13 +130,14 @@ Places = npt.NDArray[np.int64]
 class KnownKeys:
     """An index of known keys. It takes at most 32 bytes for each known key.
 
-    all: the known keys. A row without an answer has a key of zeros, which is never found. num_known: how many keys can
-    be found.
+    all: a key for each row of the old runs. A row without an answer has a key of zeros, which is never found.
+    num_known: how many keys can be found.
     """
 
     def __init__(self, keys: Keys) -> None:
         self.all = keys
-        self.num_known = int(np.count_nonzero(keys.any(axis=1)))
+        is_key = keys.any(axis=1)  # a key of zeros belongs to a row without an answer
+        self.num_known = int(np.count_nonzero(is_key))
         self._second_halves = keys[:, 1]
         #: The indices of the keys in `all`, in the order of the keys' first halves.
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
@@ -193,8 +196,9 @@ _ANSWERS = re.compile(r"_(?:kept\.)?(?P<shard>\d{5,9})\.(?:.*\.)?answers\b", re.
 class ReusedRun:
     """What a new run has taken from an old one.
 
-    rows: how many rows got an answer from it. passed_over: files that could not be read, and why. differs: what the old
-    run asked differently; empty if the new run has taken at least half of the answers that it could take.
+    output: the old run's folder. run: its id. rows: how many rows got an answer from the old run. passed_over: files
+    that could not be read, and why. differs: what the old run asked differently; empty if the new run has taken at
+    least half of the answers that it could take.
     """
 
     output: str
@@ -249,7 +253,10 @@ class OldRuns:
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
-        """Read the runs' keys. Raises PathOutsideRoots, or CannotReuse for a folder without answers."""
+        """Read the runs' keys. Raises PathOutsideRoots, or CannotReuse for a folder without answers.
+
+        outputs: the folders of the earlier runs. new: the plan of the new run.
+        """
         self._storage = storage
         self._new = new
         self.reused: list[ReusedRun] = []
@@ -292,20 +299,20 @@ class OldRuns:
             age = error.argument("age")
             raise CannotReuse(output, f"{age} version of Tokenmill has planned it") from None
 
-        run = ReusedRun(output, written_plan.run)
+        reused = ReusedRun(output, written_plan.run)
         # The folder may have been moved since the plan was written.
         spec = replace(written_plan.spec, output=output)
         plan = replace(written_plan, spec=spec)
         self.plans.append(plan)
-        self.reused.append(run)
-        logs_by_shard = _logs_by_shard(storage, plan)  # of the shards that have answers
+        self.reused.append(reused)
+        logs_by_shard = _logs_by_shard(storage, plan)  # its keys are the shards that have answers
         if storage.stat(os.path.join(output, SUCCESS)) is not None:
             all_shards = set(range(len(plan.shards)))
             for shard in all_shards - logs_by_shard.keys():
-                run.pass_over(plan.part_path(shard), "it is gone")
+                reused.pass_over(plan.part_path(shard), "it is gone")
         reason = _reason_to_take_none(plan, self._new)
         if reason is not None:
-            run.pass_over(output, reason)
+            reused.pass_over(output, reason)
             return
 
         first = 0
@@ -313,15 +320,14 @@ class OldRuns:
             last_part = self.parts[-1]
             first = last_part.first + last_part.num_rows
         for shard, logs in sorted(logs_by_shard.items()):
-            part = OldPart(plan, shard, first, run, tuple(logs))
+            part = OldPart(plan, shard, first, reused, tuple(logs))
             self.parts.append(part)
             first += part.num_rows
 
     def _read_logs(self, part: OldPart, keys: Keys) -> list[Keys]:
-        """Read the keys of a shard's answers from its logs. Returns hashes of the models that answered.
+        """Read the keys of a shard's answers from its logs; return hashes of the models that answered.
 
-        keys: the key of each answered row, which also covers the model, is written into this array. A damaged log is
-        passed over.
+        keys: the array into which the key of each answered row is written. A damaged log is passed over.
         """
         columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
         model_hashes = []
@@ -410,7 +416,7 @@ class OldRuns:
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
         def known_answers(file: TableReading) -> Batches:
-            """Yield the answers that `self.keys` knows: each answer's key must equal the key of its row."""
+            """Yield the log's answers. An answer is left out if its key is not the key of its row in `self.keys`."""
             for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                 is_known = (part_keys[rows] == answer_keys).all(axis=1)
                 yield rows[is_known], batch.filter(pa.array(is_known))
@@ -450,8 +456,8 @@ def _numbered(file: TableReading) -> Batches:
 def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
     """Raise PartDamaged if a file lacks a column, or has it with another type."""
     for column in wanted:
-        number = schema.get_field_index(column.name)
-        if number < 0 or schema.field(number).type != column.type:
+        index = schema.get_field_index(column.name)  # -1 if there is no such column
+        if index < 0 or schema.field(index).type != column.type:
             raise PartDamaged(path, f"it has no column {column.name!r} of {column.type}")
 
 
@@ -527,16 +533,18 @@ def _is_uncut(column: pa.Array) -> npt.NDArray[np.bool_]:
 
 def _is_cut(value: str | list[str] | None) -> bool:
     """Whether an answer ended at its limit of tokens. value: its finish reason or reasons, or its response's JSON."""
+    if value is None:
+        return False
     if isinstance(value, list):
         return "length" in value
-    return value is not None and (value == "length" or _CUT_CHOICE in value)
+    return value == "length" or _CUT_CHOICE in value
 
 
 def _logs_by_shard(storage: Storage, plan: Plan) -> dict[int, list[str]]:
     """Return the paths of the logs of each shard that has answers.
 
-    If a shard has a part, its list is empty, because the part has its answers. Raises CannotReuse for parts without
-    keys.
+    If a shard has a part, its list is empty, because the part has its answers. A shard that the plan lacks is left out.
+    Raises CannotReuse for parts without keys.
     """
     logs_by_shard: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)

@@ -34,8 +34,8 @@ def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets
         storage.check_interrupted()
         path = plan.reused_path(shard)
         first_row = pa.scalar(int(first_rows[shard]))
-        rows_of_shard = pc.subtract(records.column(ROW), first_row)
-        records = records.set_column(0, ROW, rows_of_shard)  # ROW is a log's first column
+        numbers_in_shard = pc.subtract(records.column(ROW), first_row)
+        records = records.set_column(0, ROW, numbers_in_shard)  # ROW is a log's first column
         with writing(path), storage.open_output(path) as sink:
             write_log(sink, log_owner(plan, shard, ask_name), records)
 

@@ -42,7 +42,7 @@ def row_runner(
         return ask.begin(row, number_of(place))
 
     def expired() -> Answer | None:
-        """Return the answer of rows that were not begun before the deadline; None while the run goes on."""
+        """Return the answer of rows that were not begun before the deadline; None before the deadline."""
         return ask.failed(EXPIRED) if is_over() else None
 
     answers = [_known_answer(row, ask) for row in rows]

@@ -61,6 +61,7 @@ def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str
             "plan", plan_path, "the path of the run's plan: enqueue jobs.score_parquet instead"
         )
     path = storage.resolve(plan_path)
+    # A plan that was read before is read again only if its file has changed.
     state_of_file = (path, storage.stat(path))
     plan = context.files.plan(state_of_file, lambda: load_plan(storage, path))
     if plan.run != run:

@@ -38,7 +38,7 @@ class Journalled:
     num_tokens: int = 0
 
     def add(self, record: Record) -> None:
-        """Add a record. If a row has two records, the record with more progress is kept."""
+        """Add a record. If a row has several, an answer is kept, or else the record with the most progress."""
         row = record.row
         if record.progress is None:
             if row not in self.answers:
@@ -62,7 +62,7 @@ class ShardJournal:
         self._prefix = f"_{shard:05d}."
         self._log = log
         self._model_hash = model_hash
-        #: The names of all logs that were read and written.
+        #: The names of all logs that this journal has read or written.
         self._names: set[str] = set()
         #: The name of this execution's last log of rows under way.
         self._progress_name: str | None = None
@@ -126,7 +126,7 @@ class ShardJournal:
                 self._storage.remove(os.path.join(self._folder, earlier_name))
 
     def _put(self, kind: str, records: Sequence[Record]) -> str:
-        """Write records into a new file of their kind; return the file's name."""
+        """Write records into a new log; return the log's name. kind: _ANSWERS or _PROGRESS."""
         name = f"{self._prefix}{self._execution_id}.{kind}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
             self._log.write(sink, records)
@@ -135,7 +135,10 @@ class ShardJournal:
         return name
 
     def remove(self) -> None:
-        """Remove the logs that were read and written, once the part is there. The run's end removes the other logs."""
+        """Remove the logs that this journal has read or written, once the part is there.
+
+        The run's end removes all other logs.
+        """
         with self._writing, suppress(OSError, RunError):
             self._is_closed = True
             for name in self._names:

@@ -49,10 +49,10 @@ class ShardTexts:
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
-                first_row = self._first_of_equal.setdefault(row, row)
-                if first_row is row:
+                first_equal_row = self._first_of_equal.setdefault(row, row)
+                if first_equal_row is row:
                     num_bytes += row.num_bytes
-                row = first_row  # equal rows share their texts
+                row = first_equal_row  # equal rows share their texts
             self.rows.append(row)
             if self._bytes + num_bytes > self._shard_bytes.limit:
                 raise self._too_large(self._bytes + num_bytes)
@@ -66,7 +66,7 @@ class ShardTexts:
             f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
             f"take {num_bytes} bytes"
         )
-        # The limit of these texts is this setting. The limit of a RowReader is a multiple of the setting.
+        # The limit of these texts equals this setting, and the limit of a RowReader is a multiple of it.
         setting = "TOKENMILL_MAX_SHARD_BYTES"
         return ShardTooLarge(self._path, problem, self._shard_bytes.limit, setting, self._remedy)
 
@@ -95,7 +95,7 @@ class ShardTexts:
 def shard_batches(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a shard with the added columns. Rows of a text file have their problems in a column PROBLEM."""
+    """Yield the rows of a shard with the added columns. For a text file, the column PROBLEM has the rows' problems."""
     for batch in reader.read(shard, context.check_interrupted):
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
 
@@ -128,14 +128,15 @@ def rendered_shards(
     only: row numbers. Shards that hold none of these rows are left out. None for all shards.
     """
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
-    for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
-        shard = plan.shards[number]
+    columns = ColumnChoice(source.columns)
+    for shard_number, reader in shard_readers(storage, plan, shards, columns):
+        shard = plan.shards[shard_number]
         path = plan.files[shard.file].path
         # The rows of each shard are counted alone, because they are gone when the next shard is read.
         shard_bytes = ShardBytes(context.shard_bytes.limit)
         texts = ShardTexts(path, source.columns, shard_bytes)
         texts.add(shard_rows(context, plan, shard, reader, source))
-        yield plan.first_row(number), texts.take_rows()
+        yield plan.first_row(shard_number), texts.take_rows()
 
 
 def shard_readers(
@@ -143,13 +144,13 @@ def shard_readers(
 ) -> Iterator[tuple[int, RowReader]]:
     """Yield the number of each shard that has rows, and a reader that reaches these rows.
 
-    A reader only moves forwards. If the previous shard's reader can still reach a shard, it is used again.
+    A reader only moves forwards. If the previous shard's reader can still reach a shard, that reader is used again.
     """
     reader = None
     file_number = -1
     with ExitStack() as open_readers:
-        for number in shards:
-            shard = plan.shards[number]
+        for shard_number in shards:
+            shard = plan.shards[shard_number]
             if not shard.rows:
                 continue
             if reader is None or shard.file != file_number or not reader.reaches(shard):
@@ -158,4 +159,4 @@ def shard_readers(
                 path = plan.rows_path(plan.files[file_number])
                 reader = RowReader(storage, path, shard, columns)
                 open_readers.enter_context(closing(reader))
-            yield number, reader
+            yield shard_number, reader

@@ -68,13 +68,14 @@ class ShardWork(RowsTask):
         """
         self._context = context
         self._folder = folder
-        self._number = shard
+        self._shard_number = shard
         self._queue = queue or context.queue_name
         self._is_second = queue is not None
+        #: Whether this job leaves rows with low margins to the second model.
         self._escalates = queue is None and folder.plan.second is not None
         self._started_at = time.time()
         self._waited_s: float | None = None  # None until the first request
-        self._has_entered = False
+        self._has_entered = False  # whether other shards know that this shard reads its file
         self._deadline = folder.state.begin(self._started_at)
         # Once the first model's answers are kept, this job only enqueues the second model's job.
         has_first_answers = self._escalates and has_kept(folder, shard)
@@ -116,7 +117,9 @@ class ShardWork(RowsTask):
     def progress(self) -> dict[str, Any]:
         """Return how many rows are done, and how many tokens they took."""
         num_rows = self._shard.rows
-        counts = Counts(done=num_rows) if self.runner is None else self.runner.counts
+        counts = Counts(done=num_rows)  # without a runner, no row is left to ask
+        if self.runner is not None:
+            counts = self.runner.counts
         return {
             "rows": num_rows,
             "rows_done": counts.done,
@@ -128,7 +131,8 @@ class ShardWork(RowsTask):
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes an entry of the journal, and then reads the run's deadline again.
 
-        Returns None if there is nothing to write and all rows have begun. The deadline matters only to other rows.
+        Returns None if there is nothing to write and all rows have begun. The deadline matters only to rows that have
+        not begun.
         """
         if self._journal is None:
             return None
@@ -147,7 +151,7 @@ class ShardWork(RowsTask):
     def result(self) -> dict[str, Any]:
         """Publish the part unless it is there, count it, and end the run if it was the last part. Raises RunError.
 
-        If a cascade's second model is to be asked, its job does all this later.
+        If a cascade's second model is to be asked, the second model's job does all this later.
         """
         num_escalated = self._escalate()
         stats = None
@@ -158,12 +162,12 @@ class ShardWork(RowsTask):
         if num_escalated:
             return {
                 "run": self._folder.plan.run,
-                "shard": self._number,
+                "shard": self._shard_number,
                 "rows_escalated": num_escalated,
             }
 
         if stats is None:  # another execution was first, and its part counts
-            stats = self._folder.part_stats(self._number)
+            stats = self._folder.part_stats(self._shard_number)
         has_ended = self._folder.record_part(stats, self._queue)
         num_unasked = None if self.runner is None else self._num_unasked
         return {
@@ -198,11 +202,12 @@ class ShardWork(RowsTask):
         Returns 0 and enqueues nothing if there are no such rows, or if the part is there.
         """
         folder = self._folder
-        number = self._number
+        number = self._shard_number
         if not self._escalates or folder.has_part(number):
             return 0
-        # If an earlier execution has kept the answers, this one has no runner, and does not know which margins are low.
-        # Then the number of all rows is returned.
+
+        # If an earlier execution has kept the answers, this execution has no runner and does not know which margins are
+        # low. Then the number of all rows is returned.
         num_escalated = self._shard.rows
         if self.runner is not None:
             records = self._records_to_keep(self.runner.answers())
@@ -217,6 +222,7 @@ class ShardWork(RowsTask):
                 if not folder.has_part(number):
                     raise
                 return 0
+
         state = RunState(self._context.connection, folder.plan.run, self._context.lease)
         enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_escalated)
         return num_escalated
@@ -241,9 +247,10 @@ class ShardWork(RowsTask):
     def _publish(self, runner: ItemRunner[Answer]) -> PartStats | None:
         """Write and publish the part; return None if another execution's part is there."""
         folder = self._folder
-        number = self._number
+        number = self._shard_number
         if folder.has_part(number):
             return None
+
         answers = runner.answers()
         stats = part.part_stats(
             answers,
@@ -340,22 +347,25 @@ class ShardWork(RowsTask):
         model_hash = model_mark(plan.model_of(self._is_second))
         embedding_size = part.embedding_size(plan.spec, context.model)
         fields = kind_of(plan.spec).fields(plan.spec, embedding_size)
-        self._log = AnswerLog(log_owner(plan, self._number, ask.keys.name), keys, fields)
-        self._journal = ShardJournal(self._folder, self._number, self._log, model_hash.tobytes())
+        self._log = AnswerLog(log_owner(plan, self._shard_number, ask.keys.name), keys, fields)
+        self._journal = ShardJournal(
+            self._folder, self._shard_number, self._log, model_hash.tobytes()
+        )
         journalled = self._journal.read()
         #: For each row, a hash of the model that answers it, or has answered it already.
         self._model_hashes = np.repeat(model_hash, len(rows), axis=0)
-        for record in (*self._earlier_records(len(rows)), *journalled.answers.values()):
+        earlier_records = self._earlier_records(len(rows))
+        for record in (*earlier_records, *journalled.answers.values()):
             assert record.answer is not None
             rows[record.row] = record.answer
             self._model_hashes[record.row] = as_keys(record.model_hash)
 
-        first_row = plan.first_row(self._number)
+        first_row = plan.first_row(self._shard_number)
         runner = row_runner(
             rows,
             ask,
             context.checks,
-            lambda place: first_row + place,
+            number_of=lambda place: first_row + place,
             memo=context.answers,
             memo_keys=whole_keys(keys, model_hash),
             let_go=texts.let_go,
@@ -384,8 +394,8 @@ class ShardWork(RowsTask):
         storage = self._folder.storage
         plan = self._folder.plan
         if not self._is_second:
-            return taken_answers(storage, plan, self._number, self._log)
-        records = kept_answers(storage, plan, self._number, self._log)
+            return taken_answers(storage, plan, self._shard_number, self._log)
+        records = kept_answers(storage, plan, self._shard_number, self._log)
         self._num_escalated = num_rows - len(records)  # rows without a kept answer are asked again
         return records
 
@@ -397,7 +407,7 @@ class ShardWork(RowsTask):
     @property
     def _shard(self) -> Shard:
         """Return the shard, as planned."""
-        return self._folder.plan.shards[self._number]
+        return self._folder.plan.shards[self._shard_number]
 
     @contextmanager
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:

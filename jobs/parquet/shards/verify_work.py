@@ -76,7 +76,9 @@ class VerifyWork(RowsTask):
         answers_per_row = max(spec.n, len(spec.labels or ()))
         max_rows = MAX_ANSWERS // answers_per_row
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, max_rows)
+        #: How many rows of the sample another model has answered.
         self._num_other_models = 0
+        #: The recorded values of each row that is compared, by the row's number.
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in self._plan.shards_of(self._sample):
@@ -107,14 +109,15 @@ class VerifyWork(RowsTask):
         plan.spec.admit(context.checks)
         ask = ask_of(plan, context)
         wanted = set(self._recorded)
-        files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
+        file_numbers = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
         self._texts = ShardTexts(
             plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows"
         )
         try:
             with ExitStack() as stack:
-                storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
-                for file_number in sorted(files):
+                converted = converted_for_now(storage, plan, file_numbers)
+                storage, plan = stack.enter_context(converted)
+                for file_number in sorted(file_numbers):
                     planned_file = plan.files[file_number]
                     file = replace(planned_file, path=storage.resolve(planned_file.path))
                     stack.enter_context(unchanged(storage, plan, file))
@@ -126,7 +129,7 @@ class VerifyWork(RowsTask):
                 self._texts.take_rows(),
                 ask,
                 context.checks,
-                lambda place: numbers[place],
+                number_of=lambda place: numbers[place],
                 let_go=self._texts.let_go,
             )
         except BaseException:
@@ -152,7 +155,7 @@ class VerifyWork(RowsTask):
     def _is_comparable(
         self, row: Row | RowProblem, ask: RowAsk, recorded_key: bytes | None
     ) -> bool:
-        """Whether this model should give the recorded answer. Counts a row that another model has answered.
+        """Whether this model should give the recorded answer. A row that another model has answered is counted.
 
         recorded_key: a hash of what the run asked for the row and of the model that answered, as the run recorded it.
         None if the run's model has answered the whole shard.
@@ -196,7 +199,7 @@ class VerifyWork(RowsTask):
 
 
 def _recorded_keys(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return, by row, the keys that a run has recorded. Such a key also covers the model that answered the row.
+    """Return the keys that a run has recorded, by row. Such a key also covers the model that answered the row.
 
     Returns {} if the run's model has answered all rows of the shard. rows: the rows that are wanted. Rows of other
     shards are left out, and so are rows without a key.
