@@ -260,7 +260,7 @@ class BatchWorker(BaseWorker):
         if self.job_class is not Job:
             raise StartupError(
                 f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: this worker "
-                "writes jobs in the format of RQ's own class; serve functions that need this class by RQ's own worker"
+                "writes jobs in the format of RQ's own class; run functions that need another class in RQ's own worker"
             )
         if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
             raise StartupError(

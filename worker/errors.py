@@ -70,7 +70,7 @@ class JobSetAside(WorkerError):
 
 
 class EndNotTaken(WorkerError):
-    """the job has ended, but Redis does not take the {bytes} bytes of its end ({error}): return a smaller value,
+    """the job has run, but Redis does not take the {bytes} bytes of its result ({error}): return a smaller value,
     write it to a file, or raise the server's proto-max-bulk-len"""
 
     fault = "client"

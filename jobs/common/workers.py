@@ -381,7 +381,10 @@ def _is_any_in_state(state: str, workers: Iterable[Worker]) -> bool:
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
-    """Return how many jobs of each queue are claimed and not begun, as the latest sample about the queue says."""
+    """Return how many jobs of each queue are claimed and not begun, as the latest sample about the queue says.
+
+    A worker's sample counts the jobs of all workers.
+    """
     samples = [worker.sample for worker in workers if worker.sample is not None]
     samples.sort(key=lambda sample: sample.silent_s, reverse=True)  # the oldest first
     claimed: dict[str, int] = {}

@@ -96,7 +96,7 @@ def _delete_taken(connection: Redis, enqueued_at_of_taken: dict[str, Any], pipe:
 
 
 def delete_failed(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Delete the jobs that are among the queue's failed jobs, and return their ids.
+    """Delete those of `job_ids` that are failed jobs of the queue, and return their ids.
 
     Jobs that depend on a deleted job still wait.
     """

@@ -43,7 +43,7 @@ def test_a_result_that_the_server_does_not_take_fails_its_own_job_and_no_other(
     assert [text_of(workers.result(job)) for job in good] == ["echo:a"] * 3
     text = str(workers.result(bad).exc_string)
     assert (
-        "EndNotTaken: the job has ended, but Redis does not take the 2097154 bytes of its end"
+        "EndNotTaken: the job has run, but Redis does not take the 2097154 bytes of its result"
         in text
     )
     assert text.endswith("tokenmill: client\n")

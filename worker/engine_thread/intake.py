@@ -383,7 +383,8 @@ def _size(request: Request) -> int:
     size = len(request.continued)
     for token_ids in request.resumed.values():
         size += len(token_ids)
-    size += _chars(list(request.sampling.values()))
+    for value in request.sampling.values():
+        size += _chars(value)
     if request.messages is None:
         return size + _chars(request.prompt or "")
     return size + _chars(request.messages) + _chars(request.chat_options)

@@ -39,8 +39,8 @@ class FairShare:
         """
         if moment - self._last_untouched_at > FORGET_S:
             self._num_untouched = 0
-        # An untouched job was left to other workers, and none of them has claimed it. The first such job rounds this
-        # worker's share up. Each further one halves the number of workers.
+        # An untouched job was left to other workers, and none of them has claimed it. After the first such job, this
+        # worker rounds its share up. Each further one halves the number of workers.
         num_halvings = max(0, self._num_untouched - 1)
         num_takers = max(1, num_workers >> num_halvings)
         rounds_up = self._num_untouched > 0

@@ -380,15 +380,15 @@ class IoLoop:
         surplus = self._runner.take_surplus()
         self._claimer.stop_counting(len(surplus))
         self._runner.releases.give_back(surplus, "given_back")
-        self._give_back_faulty()
+        self._give_back_after_fault()
 
-    def _give_back_faulty(self) -> None:
+    def _give_back_after_fault(self) -> None:
         """Give back the jobs that met a fault of this worker. Leave after several faults in a row."""
         faults = self._runner.faults
         while faults.waiting:
             fault = faults.waiting[0]
             with self._runner.guard.around(fault.claimed):
-                self._runner.releases.give_back_faulty(fault)
+                self._runner.releases.give_back_after_fault(fault)
             # Not earlier, so that after an outage of Redis the next turn gives the job back.
             del faults.waiting[0]
             self._claimer.stop_counting(1)
@@ -397,7 +397,7 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.num_in_a_row, str(fault)))
 
     def _back_off(self, moment: float, error: RedisError) -> None:
-        """Log an error of Redis, and set when to call Redis again. If leaving has taken too long already, leave now."""
+        """Log an error of Redis, and set when to call Redis again. End the loop if the worker has been leaving for too long."""
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         trouble = self._refusals if is_refusal else self._outage

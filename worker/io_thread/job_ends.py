@@ -134,8 +134,8 @@ class JobEnds:
         """End a job: send notices if a run fails with the job, call the job's callback, then have the end written."""
         job.state = JobState.ENDING
         working_s = 0.0
-        if job.started_at is not None:
-            working_s = self._clock() - job.started_at
+        if job.began_clock_s is not None:
+            working_s = self._clock() - job.began_clock_s
 
         outcome = Outcome(
             job.claimed,
@@ -143,7 +143,7 @@ class JobEnds:
             value,
             ended_at=datetime.now(UTC),
             working_s=working_s,
-            started_at=job.began_at,
+            began_at=job.began_at,
             may_retry=may_retry,
         )
 
@@ -216,7 +216,7 @@ class JobEnds:
         def call_back() -> Outcome | CaughtError | None:
             """Call the callback. Returns None if this worker no longer holds the job."""
             # `show_begun` extends the job's lease, and returns the job if this worker no longer holds it.
-            began_at = outcome.started_at or outcome.ended_at
+            began_at = outcome.began_at or outcome.ended_at
             lost_jobs = self._store.show_begun([(outcome.claimed, began_at)])
             if lost_jobs:
                 return None

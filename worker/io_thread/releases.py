@@ -58,7 +58,7 @@ class Releases:
         self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
         self._waiting.clear()
 
-    def give_back_faulty(self, fault: WorkerFault) -> None:
+    def give_back_after_fault(self, fault: WorkerFault) -> None:
         """Put a job back after a fault of this worker."""
         mode: Mode = "fault" if fault.counts_against_job else "given_back"
         released_jobs = self._release([fault.claimed], mode)

@@ -127,7 +127,8 @@ class JobStore:
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()
-        # The tokens of claims that have a reply. With the next call, Redis forgets what these claims took.
+        # Redis keeps a record of what each claim took, in case the claim is sent again. The next claim sends the tokens of
+        # claims that have a reply, and Redis deletes their records.
         self._answered_tokens: set[str] = set()
 
     def _read_job(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
@@ -240,12 +241,12 @@ class JobStore:
         next_run: str | int = ""
         if step.wait_s is not None:
             next_run = self._next_run(step.wait_s, step.at_front)
-        started_at = outcome.started_at or outcome.ended_at  # a job may end before it begins
+        began_at = outcome.began_at or outcome.ended_at  # a job may end before it begins
         execution = {
             **outcome.claimed.address,
             "worker": self._worker_name,
             "working_s": outcome.working_s,
-            "started_iso": utcformat(started_at),
+            "started_iso": utcformat(began_at),
             "ended_iso": utcformat(outcome.ended_at),
         }
         # The third counter, "repeats_left", is for a finished job that runs again.
@@ -328,7 +329,7 @@ class JobStore:
             exc_string=outcome.value if has_failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution_id,
-            execution_started_at=outcome.started_at or outcome.ended_at,
+            execution_started_at=outcome.began_at or outcome.ended_at,
             execution_ended_at=outcome.ended_at,
         )
         result.serializer = JSONSerializer  # the constructor would inspect the serializer each time

@@ -38,7 +38,7 @@ class Scheduler(RQScheduler):
     ) -> None:
         """Make a scheduler for some queues.
 
-        level: the level of the log. formats: its formats for dates and for lines. `rq worker` has options for both.
+        level: the level of the log. formats: its formats for dates and for lines. `rq worker` has an option for each.
         """
         interval_s = 1  # between two rounds
         super().__init__(queues, connection, interval_s, level, *formats, serializer=JSONSerializer)

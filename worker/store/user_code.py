@@ -160,7 +160,10 @@ class Callbacks:
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:
-    """Return the names of a job's callbacks, by role. `job` is a copy, and user code may have changed its callbacks."""
+    """Return the names of a job's callbacks, by role.
+
+    `job` is the copy that user code got. If that code changed the callbacks, the changed ones count.
+    """
     callbacks = {}
     for role, field in CALLBACKS.items():
         name = getattr(job, f"_{field}")

@@ -108,7 +108,7 @@ class Generate(RowAsk):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns of a completion, and the columns that `spec.repairs` and `spec.way` add."""
+        """Return the columns of a completion, and those that repairs and a way of several requests (`spec.way`) add."""
         fields = list(OUTPUT_FIELDS)
         common_names = {field.name for field in fields}
         for name in answer_columns(spec.chat.sampling, has_tools=spec.has_tools):

@@ -116,7 +116,10 @@ def _columns_read_as_json(spec: RunSpec, scanned: "_ScannedFiles") -> tuple[str,
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
-    """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
+    """Return how many bytes a shard's rows have.
+
+    groups: for each row group of the shard's file, how many rows and bytes it has.
+    """
     num_bytes = 0.0
     # Rows are counted from the shard's first row. The shard may begin within its first group.
     start = -shard.skip  # the first row of the next group

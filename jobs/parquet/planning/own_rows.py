@@ -253,7 +253,7 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
 
 
 def remove_reused(storage: Storage, plan: Plan, plan_in_place: Plan) -> None:
-    """Remove the files that were written for a plan, because another planner put its plan in place first.
+    """Remove the files of a plan that is not used: another planner put its plan in place first.
 
     These files hold the answers taken from earlier runs, and the chosen rows with their numbers.
     """
@@ -295,7 +295,7 @@ class Matches:
 
     @classmethod
     def unmatched(cls, num_rows: int, model_hashes: Keys) -> Self:
-        """Return the matches of new rows that have no old row yet."""
+        """Return a Matches in which no new row has an old row yet."""
         return cls(
             places=np.full(num_rows, -1, np.int64),
             models=np.zeros(num_rows, np.uint16),
@@ -354,11 +354,11 @@ def find_matches(
 
 
 class _SecondAnswers:
-    """Tells which answers of a cascade's second model a plan may take: see _asks_second_too."""
+    """Tells which answers of a cascade's second model a plan may take: see _escalates_as_many."""
 
     def __init__(self, plan: Plan, old: OldRuns) -> None:
         self._first_places = [part.first for part in old.parts]
-        is_usable = [_asks_second_too(plan, part.plan) for part in old.parts]
+        is_usable = [_escalates_as_many(plan, part.plan) for part in old.parts]
         # One value for each old part, and a last value for the part number -1, which stands for no old row.
         self._is_usable = np.array([*is_usable, False])
 
@@ -426,6 +426,7 @@ def _keys_with_smaller_limit(plan: Plan, old: OldRuns, functions_version: str) -
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     row_keys_with_limits = []
+    # None stands for a run that was given no limit.
     given_limits = {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}
     for given_limit in given_limits:
         old_limit = DEFAULT_MAX_TOKENS if given_limit is None else given_limit
@@ -465,7 +466,7 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     return has_stopped
 
 
-def _asks_second_too(plan: Plan, old: Plan) -> bool:
+def _escalates_as_many(plan: Plan, old: Plan) -> bool:
     """Whether both plans have the same models, and `plan` escalates every row that `old` has escalated."""
     if _identities(plan) != _identities(old):
         return False

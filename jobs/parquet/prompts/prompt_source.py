@@ -217,7 +217,7 @@ class TemplateSource(PromptSource):
         self.columns = template.columns
         self._template = template
         self._defaults = defaults
-        # A template with roles makes a chat.
+        # A template with roles makes a chat, in which the engine splits control tokens.
         self._control_tokens = control_tokens if template.roles is None else ()
         check_defaults(defaults, self.columns)
 

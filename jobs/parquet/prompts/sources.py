@@ -326,10 +326,11 @@ def _step_source(
     """Return the source of rows with several prompts. Row.values has the values that later prompts read."""
     first_step, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
-    later_columns: dict[str, None] = {}  # a set that keeps its order
+    # A later template names columns, and earlier prompts whose answers it takes.
+    later_names: dict[str, None] = {}  # a set that keeps its order
     for step in later_steps:
-        later_columns.update(dict.fromkeys(step.template.columns))
-    value_columns = [column for column in later_columns if column not in step_names]
+        later_names.update(dict.fromkeys(step.template.columns))
+    value_columns = [name for name in later_names if name not in step_names]
     prompt_source.check_defaults(spec.defaults, (*first_step.template.columns, *value_columns))
     prompts = StepSource(first_step, spec.defaults, step_names, control_tokens)
     return RowSource(prompts, sampling, value_columns, prompt_source.written_as_texts)

@@ -197,9 +197,9 @@ class ShardWork(RowsTask):
         return self._deadline is not None and time.time() >= self._deadline
 
     def _escalate(self) -> int:
-        """Enqueue the job that asks the second model about rows with low margins. Return the most rows that it may ask.
+        """Enqueue the job that asks the second model about rows with low margins.
 
-        Returns 0 and enqueues nothing if there are no such rows, or if the part is there.
+        Returns how many rows this job will ask at most. Returns 0 and enqueues nothing if there are no such rows, or if the part is there.
         """
         folder = self._folder
         number = self._shard_number
@@ -238,8 +238,8 @@ class ShardWork(RowsTask):
         records = []
         for row, answer in enumerate(answers):
             model_hash = self._model_hashes[row].tobytes()
-            has_margin = model_hash == first_model_hash and answer.error is None
-            is_low = has_margin and answer.column("margin") < bound
+            margin_counts = model_hash == first_model_hash and answer.error is None
+            is_low = margin_counts and answer.column("margin") < bound
             if not is_low:
                 records.append(Record(row, model_hash, answer))
         return records

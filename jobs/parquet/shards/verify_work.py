@@ -102,7 +102,7 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows that are recorded, and make the runner that asks them as the run did.
 
-        keys: by row, the key that the run has recorded. It also covers the model; see _is_comparable.
+        keys: by row, the recorded hash of what the run asked and of the model that answered; see _is_comparable.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
         """
         check_model(plan, context)

@@ -490,14 +490,14 @@ def _check_task_options(spec: RunSpec) -> None:
         has_struct,
         spec.labels,
         "a struct of probabilities has a field for each of the run's labels, and the run has no labels: name "
-        "labels too, or leave probabilities out",
+        "labels too, or leave out the option `probabilities`",
     )
     if has_struct:
         check_limit(
             len(spec.labels or ()),
             checks.MAX_STRUCT_LABELS,
             "a struct of probabilities has {} labels",
-            "leave probabilities out, for a map",
+            "leave out the option `probabilities`, and they are written as a map",
         )
     _check_usable(
         spec.dimensions,

@@ -235,14 +235,15 @@ class _ShardJobs:
         self._state = state
         self._rows_for_second = rows_for_second
         self._is_second = rows_for_second is not None
-        # If a shard has a job for the second model, it needs no job for the first model. So both queues are searched
-        # before jobs for the first model are enqueued.
+        # A job for the second model stands in another queue. If a shard has such a job, it needs no job for the first
+        # model. So both queues are searched before jobs for the first model are enqueued.
         self._queues = []
         for name, is_for_second in plan.queues(queue_name):
             if self._is_second and not is_for_second:
                 continue
             self._queues.append(_ShardQueue(context.connection, name, plan.run, is_for_second))
-        self._target = self._queues[0]  # where the jobs are enqueued
+        # `plan.queues` begins with the first model's queue. So this is the queue of the model that is asked.
+        self._target = self._queues[0]
 
     def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
         """Enqueue a job for each shard that has no live job; return how many. pipe: see RunState.write."""

@@ -7,7 +7,7 @@ transaction, which is carried out only under a condition:
 - A submission, or a planner that enqueues jobs: nobody has planned, submitted or cancelled the run meanwhile.
 - Any other write of a planner: the planner's worker still has the planning job.
 - A cancel: the run was not submitted again meanwhile.
-- A count of parts: no part was recorded meanwhile.
+- A recount of the parts in the folder, or the record of a failed shard: no part was recorded meanwhile.
 """
 
 import json

@@ -31,7 +31,7 @@ class Beginnings:
 
     def note_begun(self, job: HeldJob, moment: float) -> None:
         """Note that a job began at `moment` (monotonic seconds), unless it had begun before."""
-        if job.started_at is not None:
+        if job.began_clock_s is not None:
             return
         _start_clock(job, moment, now=self._clock())
         self._unshown[job.number] = job
@@ -84,6 +84,6 @@ class Beginnings:
 def _start_clock(job: HeldJob, moment: float, now: float) -> None:
     """Note that a job began at `moment`. now: the present time. Both are in monotonic seconds."""
     age_s = now - moment
-    job.started_at = moment
+    job.began_clock_s = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=age_s)
     job.limit_s = job.claimed.record.limit_s

@@ -153,7 +153,7 @@ class EndWriter:
                 return  # an end this small cannot cause an outage
             lone_end.num_refusals += 1
             self._log.error(
-                "job %s: Redis does not take its end of %d bytes (%s: %s)",
+                "job %s: Redis does not take its result of %d bytes (%s: %s)",
                 job.claimed.job_id,
                 outcome.num_bytes,
                 type(error).__name__,

@@ -50,8 +50,8 @@ class HeldJob:
     requests: the stream of requests that are still to be sent to the engine.
     error: raised by the stream of requests, or by the delivery of a completion.
     call: the call that a thread makes for the job now.
-    started_at: monotonic seconds when the first sequence was scheduled or the function began; None before.
-    began_at: the same moment as a date.
+    began_at: when the first sequence was scheduled or the function began; None before.
+    began_clock_s: the same moment in monotonic seconds.
     limit_s: the job's timeout, counted from that moment; 0 or less means no timeout.
     payload_bytes, function_name: known once the payload has been unpacked and read.
     user_job: the copy of the job for the user's code, which may leave anything in it.
@@ -85,7 +85,7 @@ class HeldJob:
     requests: Iterator[Request] | None = None
     error: Exception | None = None
     call: Call | None = None
-    started_at: float | None = None
+    began_clock_s: float | None = None
     began_at: datetime | None = None
     limit_s: float = 0.0
     payload_bytes: int = 0
@@ -192,13 +192,13 @@ class HeldJob:
     @property
     def has_begun(self) -> bool:
         """Whether a sequence was scheduled or the function began. The job's time limit runs from then on."""
-        return self.started_at is not None
+        return self.began_clock_s is not None
 
     def is_over_limit(self, moment: float) -> bool:
         """Whether the job has run for longer than its time limit. moment: the time now, in monotonic seconds."""
-        if self.started_at is None or self.limit_s <= 0:
+        if self.began_clock_s is None or self.limit_s <= 0:
             return False
-        return moment - self.started_at > self.limit_s
+        return moment - self.began_clock_s > self.limit_s
 
     @property
     def is_complete(self) -> bool:

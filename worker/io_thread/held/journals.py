@@ -89,8 +89,8 @@ class Journals:
             # The engine has finished its step. From now on the worker waits only for its entries.
             self._leave_by = moment + LEAVE_S
         for job in self._jobs_with_journal():
-            assert job.started_at is not None  # a job with a journal has begun
-            is_young = moment - job.started_at < self._period_s
+            assert job.began_clock_s is not None  # a job with a journal has begun
+            is_young = moment - job.began_clock_s < self._period_s
             is_young_prompt = is_young and not job.is_file
             if is_young_prompt and self._leave_by is None:
                 continue  # most prompts end before their first entry

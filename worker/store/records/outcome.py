@@ -46,7 +46,7 @@ class Outcome:
     """The return value of a finished job, or the traceback of a failed or stopped one."""
     ended_at: datetime
     working_s: float
-    started_at: datetime | None = None
+    began_at: datetime | None = None
     """None for a job that ended before it began."""
     may_retry: bool = False
     """Whether a failed job uses one of its retries, if it has any left."""
