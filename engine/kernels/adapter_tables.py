@@ -31,7 +31,8 @@ class LayerTable(NamedTuple):
 class SortedRows(NamedTuple):
     """The rows of a step, sorted by adapter.
 
-    rows: [rows] int64, those without an adapter last.  ends: [adapters + 1] int32, where each adapter's end.
+    rows: [rows or more] int64, those without an adapter last.  ends: [adapters + 1] int32, where each adapter's end.
+    Kernels read `rows` up to the last adapter's end only.
     """
 
     rows: Tensor

@@ -38,6 +38,12 @@ class TabledRows:
         if table is not None:
             self.add(y, x, self.sorted_rows, table)
 
+    def refill(self, step: TabledRows) -> None:
+        """Copy the order of another step, which has as many rows at most, to where graphs read this one's."""
+        rows, ends = step.sorted_rows
+        self.sorted_rows.rows[: len(rows)].copy_(rows)
+        self.sorted_rows.ends.copy_(ends)
+
 
 class LowRankTables:
     """Owns a table for each linear layer.

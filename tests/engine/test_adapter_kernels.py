@@ -14,8 +14,9 @@ from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine import Engine, EngineConfig, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams, ScoringParams
 from engine.attention.adapter_rows import AdapterGroup, GroupedRows
+from engine.attention.base import ForwardBatch
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.adapter_folder import AdapterFolder
 from engine.checkpoint.model_config import read_model_config
@@ -28,18 +29,24 @@ from engine.layers.lora_tables import Linear, LowRankTables
 from engine.layers.parallel import Share, TensorParallel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.load import choose_path
-from engine.run.forward.loaded_adapters import LoadedAdapters
+from engine.run.forward.loaded_adapters import LoadedAdapters, adapter_rows
+from engine.run.forward.mixed_graphs import MixedGraphs
 from engine.run.forward.model_runner import ModelRunner
+from engine.run.forward.warm_up import make_step
+from engine.schedule.sequence import NO_ADAPTER
+from engine.schedule.step_batch import StepBatch
 from tests.engine.adapters import make_adapter
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
-from tests.engine.graphs import simulate_graphs
+from tests.engine.graphs import simulate_graphs, simulate_mixed_graphs
 from tests.engine.paged import DEVICE
 
 HIDDEN = 80
 SHARDS = {"q": 48, "k": 16, "v": 16}
 SHAPE = Shape("for_adapter_kernels", num_heads=4, num_kv_heads=2, seed=7)
-PROMPTS = [[5, 9, 300, 41, 8], [7, 7], [31, 12, 90], [200, 4]]
-GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+#: With three blocks of 16 tokens, the first prompt's answer takes a block from the second's.
+PROMPTS = [[*range(40, 55)], [*range(7, 21)], [*range(90, 104)], [*range(60, 74)], [200, 4, 9, 5]]
+NAMES = ("all", None, "mlp", "attention", None)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 def layers_of(dtype: torch.dtype) -> list[Linear]:
@@ -184,7 +191,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def config(folders: tuple[Path, Path], **changes: Any) -> EngineConfig:
     values: dict[str, Any] = {
-        "dtype": "float32", "max_model_len": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16,
+        "dtype": "float32", "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 10,
         "kv_cache_bytes": pool_bytes(SHAPE, 100), "adapters": str(folders[1]), "max_adapters": 2,
     }  # fmt: skip
     return EngineConfig(str(folders[0]), **{**values, **changes})
@@ -192,45 +199,135 @@ def config(folders: tuple[Path, Path], **changes: Any) -> EngineConfig:
 
 def answers(engine: Engine) -> list[list[int]]:
     """Prompts with three adapters and without one, where two adapters are loaded at a time."""
-    names = ("all", None, "mlp", "attention")
-    params = [replace(GREEDY, adapter=name) for name in names]
+    params = [replace(GREEDY, adapter=name) for name in NAMES]
     return [each.token_ids for each in engine.generate(PROMPTS, params)]
 
 
+def scores(engine: Engine) -> list[float]:
+    """The log probability of the same two tokens behind each prompt, with its adapter."""
+    params = [ScoringParams([[11, 12]], adapter=name) for name in NAMES]
+    found = []
+    for completion in engine.generate(PROMPTS, params):
+        assert completion.loglikelihoods is not None
+        found += [each.logprob for each in completion.loglikelihoods]
+    return found
+
+
 @pytest.mark.long
-def test_decodes_with_adapters_are_replayed_while_adapters_come_and_go(
+def test_every_step_with_adapters_is_replayed_while_adapters_come_and_go(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No decode step runs without graphs, and a layer takes two launches for the rows of all adapters."""
+    """Prompts come in chunks beside decodes, and rows are preempted.
+
+    No step runs without graphs, and a layer takes two launches for the rows of all adapters.
+    """
     for module in (low_rank, lora_tables):
         monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
+    few_blocks = pool_bytes(SHAPE, 3)
     with Engine(config(folders)) as plain:
         expected = answers(plain)
+        expected_scores = scores(plain)
         assert len({tuple(each) for each in expected}) == len(expected)
 
     graphs = simulate_graphs(monkeypatch)
+    mixed = simulate_mixed_graphs(monkeypatch)
     eager: list[int] = []
-    to_device = ModelRunner._to_device
+    states_of = DecoderForCausalLM.states_of
 
-    def count_steps(runner: ModelRunner, step: Any, sampling: Any = None) -> Any:
-        if sampling is not None and (step.query_lens == 1).all():
-            eager.append(len(step.slots))
-        return to_device(runner, step, sampling)
+    def count_step(model: DecoderForCausalLM, rows: Any, batch: Any, cache: Any) -> Any:
+        eager.append(len(batch.token_ids))
+        return states_of(model, rows, batch, cache)
 
     launched: Counter[str] = Counter()
     for name in ("narrow_kernel", "widen_kernel"):
         monkeypatch.setattr(low_rank, name, CountedKernel(getattr(low_rank, name), launched, name))
-    with Engine(config(folders, attention_backend="triton")) as engine:
+    with Engine(config(folders, attention_backend="triton", kv_cache_bytes=few_blocks)) as engine:
         num_layers = len(engine._open_runner().model.model.layers)
-        monkeypatch.setattr(ModelRunner, "_to_device", count_steps)
+        monkeypatch.setattr(DecoderForCausalLM, "states_of", count_step)
         launched.clear()
         graphs.replayed.clear()
+        mixed.replayed.clear()
         assert answers(engine) == expected
+        assert scores(engine) == pytest.approx(expected_scores, abs=1e-4)
         stats = engine.stats()
     assert eager == []
     assert graphs.replayed
+    assert mixed.replayed
+    assert stats.num_preemptions > 0
     assert launched["narrow_kernel"] == launched["widen_kernel"]
     assert launched["narrow_kernel"] == 4 * num_layers * stats.adapter_steps
+
+
+@pytest.mark.long
+def test_rows_of_a_replayed_step_have_only_the_adapters_of_that_step(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever adapters the longer step before had, and where padding stands now. Others are not replayed."""
+    for module in (low_rank, lora_tables):
+        monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
+    simulate_graphs(monkeypatch)
+    mixed = simulate_mixed_graphs(monkeypatch)
+    with Engine(config(folders, attention_backend="triton")) as engine:
+        runner: Any = engine._open_runner()
+        adapters = AdapterFolder(str(folders[1]))
+        for number, name in enumerate(("all", "mlp")):
+            runner.load_adapter(number, adapters.find(name))
+        mixed.replayed.clear()
+        check_replayed(runner, [5, 2, 3], [1, NO_ADAPTER, 0])
+        check_replayed(runner, [2, 1], [NO_ADAPTER, 1])
+        check_replayed(runner, [3], [])
+        runner.load_adapter(1, adapters.find("attention"))
+        check_replayed(runner, [2, 5], [0, 1])
+        check_replayed(runner, [4], [NO_ADAPTER])
+        assert mixed.replayed == [1, 1, 0, 1, 1]
+        runner._adapters.tables.drop(0)  # as of an adapter of too many ranks
+        assert not runner._mixed_graphs.fits(runner._to_device(step_of([3], [0]))[0])
+
+
+@pytest.mark.long
+def test_graphs_that_give_other_states_with_adapters_are_not_used(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start also compares the pieces of steps with adapters."""
+    for module in (low_rank, lora_tables):
+        monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
+    simulate_graphs(monkeypatch)
+    simulate_mixed_graphs(monkeypatch)
+    replay = MixedGraphs.run
+
+    def run(graphs: MixedGraphs, batch: ForwardBatch) -> torch.Tensor:
+        hidden = replay(graphs, batch)
+        return hidden if batch.adapters is None else hidden.flip(1)
+
+    monkeypatch.setattr(MixedGraphs, "run", run)
+    with Engine(config(folders, attention_backend="triton")) as engine:
+        assert engine._open_runner()._mixed_graphs is None  # type: ignore[union-attr]
+
+
+def step_of(query_lens: list[int], adapters: list[int]) -> StepBatch:
+    """A step of whole prompts, each with its adapter; [] for a step without adapters."""
+    step = make_step(query_lens, query_lens, 16, len(query_lens))
+    first_slots = np.arange(len(query_lens)) * 16
+    return replace(
+        step,
+        token_ids=np.arange(len(step.token_ids)) * 7 + 5,
+        slot_mapping=np.repeat(first_slots, query_lens) + step.positions,
+        adapters=np.array(adapters, np.int64),
+    )
+
+
+@torch.inference_mode()
+def check_replayed(runner: ModelRunner, query_lens: list[int], adapters: list[int]) -> None:
+    """Check that graphs take such a step, and give the hidden states that each adapter by itself makes."""
+    step = step_of(query_lens, adapters)
+    batch, _ = runner._to_device(step)
+    assert runner._mixed_graphs is not None
+    assert runner._mixed_graphs.fits(batch)
+    found = runner._mixed_graphs.run(batch).clone()
+    if adapters:
+        batch = replace(batch, adapters=adapter_rows(step, runner._adapters._products, DEVICE))
+    expected = runner.model.hidden_states(batch, runner.cache)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 class CountedKernel:

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from engine import EngineConfig
 from engine.attention import prefix_groups
+from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.attention.state_pool import StatePool
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.attention.kv_tile import INTERPRETED
+from engine.layers.lora_tables import LowRankTables
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.weighted_module import WeightedModule
@@ -31,7 +34,9 @@ from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
+from engine.run.forward.adapter_loader import adapted_layers
 from engine.run.forward.decode_graphs import Capture, DecodeGraphs, batch_sizes
+from engine.run.forward.mixed_graphs import Attend, MixedGraphs, ReplayPieces
 from engine.run.forward.model_runner import ModelRunner, choose
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.warm_up import make_step, nucleus_sampling
@@ -204,6 +209,48 @@ def test_a_recorded_step_launches_one_kernel_more_for_each_layer_that_shares_a_p
     assert plain["decode_kernel"] == len(model.attention_layers)
     assert sharing - plain == {"prefix_kernel": num_sharing}
     assert not plain - sharing
+
+
+@pytest.mark.parametrize("name", ["gqa2_bias", "qwen3_moe", "qwen3_5"])
+def test_pieces_with_adapters_launch_two_kernels_more_for_each_linear_layer(
+    name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read nothing on the host. Pieces without adapters launch what they do where none is served."""
+    meta = torch.device("meta")
+    backend = TritonBackend(torch.device("cpu"))
+    model = model_without_values(checkpoints[name], backend)
+    layers = adapted_layers(model)
+    assert backend.layer_kernels is not None
+    tables = LowRankTables(layers.values(), 2, backend.layer_kernels, meta)
+    cache = KVCache(
+        model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
+    )
+    cache.states = StatePool(model.states, 1, meta)
+    launches: list[str] = []
+    record_launches(monkeypatch, launches)
+    of_sizes: list[Counter[str]] = []
+
+    def record(run: Callable[[Attend], None]) -> ReplayPieces:
+        launches.clear()
+        with NoHostReads():
+            run(lambda call: None)
+        of_sizes.append(Counter(launches))
+        return lambda attend: None
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        return model.hidden_states(batch, cache)
+
+    sizes = [64, 1280]
+    with torch.inference_mode():
+        MixedGraphs(forward, backend, record, sizes, meta)
+        MixedGraphs(forward, backend, record, sizes, meta, tables)
+    unserved, plain, adapted = of_sizes[:2], of_sizes[2:4], of_sizes[4:]
+    assert plain == unserved
+    # layers that keep states have no adapters
+    num_adapted = sum(not name.endswith(".out_proj") for name in layers)
+    added = Counter({"narrow_kernel": num_adapted, "widen_kernel": num_adapted})
+    assert [more - less for more, less in zip(adapted, plain, strict=True)] == [added, added]
+    assert [less - more for more, less in zip(adapted, plain, strict=True)] == [Counter()] * 2
 
 
 def model_without_values(folder: Path, backend: TritonBackend) -> DecoderForCausalLM:

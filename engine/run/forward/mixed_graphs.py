@@ -7,6 +7,9 @@ of sequences and tokens, which attention depends on and nothing else does. So th
 recorded, for a few numbers of tokens, and attention is launched between them. A step takes the next larger size. Its
 padding has slot -1: it stores nothing, nothing attends to it, and its hidden states are never read.
 
+Steps with adapters have pieces of their own, which read the tables of the adapters that are loaded at each replay. A
+step's rows are sorted by adapter before its first piece; padding has no place in that order, so no adapter changes it.
+
 Larger steps are not recorded. By estimate, a step of 5,000 tokens of a 0.6B model computes on an H200 for as long as
 the host takes to start its kernels (13 ms). Steps between 2,048 and 5,000 tokens are rare, as prompts come in bulk.
 Source: vLLM's piecewise graphs, https://docs.vllm.ai/en/latest/design/cuda_graphs.html.
@@ -26,6 +29,7 @@ from engine.attention.base import AttentionBreak, CapturableBackend, ForwardBatc
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.state_pool import Mix, StateBreak, StateParts
+from engine.layers.lora_tables import LowRankTables, TabledRows
 
 MOST_TOKENS = 2048
 PADDING_SLOT = -1
@@ -126,8 +130,13 @@ class MixedGraphs:
         capture: CapturePieces,
         sizes: list[int],
         device: torch.device,
+        tables: LowRankTables | None = None,
     ) -> None:
-        """Capture all sizes. forward: ForwardBatch -> hidden states [tokens, hidden_size]."""
+        """Capture all sizes.
+
+        forward: ForwardBatch -> hidden states [tokens, hidden_size].
+        tables: of adapters; without them steps with adapters are not recorded.
+        """
         self._forward = forward
         self._backend = backend
         self._sizes = sizes
@@ -138,14 +147,23 @@ class MixedGraphs:
         self._no_rows = self._token_ids[:0]
         self._hidden: Tensor | None = None
         self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        # the largest first: its buffers and its memory hold the others
-        replays = [capture(partial(self._run, size)) for size in reversed(sizes)]
-        self._replays = replays[::-1]
+        self._replays = self._capture(capture, None)
+        # the pieces of steps with adapters, and the rows that they read
+        self._adapted: list[ReplayPieces] = []
+        self._adapters: TabledRows | None = None
+        if tables is not None:
+            self._adapters = tables.sort(torch.full_like(self._token_ids, tables.none))
+            self._adapted = self._capture(capture, self._adapters)
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Return whether `run` can take this step."""
-        is_plain = batch.pictures is None and batch.adapters is None
-        return is_plain and 0 < len(batch.token_ids) <= self._sizes[-1]
+        is_recorded = batch.pictures is None and self._takes_adapters(batch)
+        return is_recorded and 0 < len(batch.token_ids) <= self._sizes[-1]
+
+    def _takes_adapters(self, batch: ForwardBatch) -> bool:
+        if batch.adapters is None:
+            return True
+        return self._adapters is not None and isinstance(batch.adapters, TabledRows)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states of all rows, [tokens, hidden_size], which the next call overwrites."""
@@ -155,6 +173,11 @@ class MixedGraphs:
         self._positions[:num_tokens].copy_(batch.positions)
         self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self._slot_mapping[num_tokens : self._sizes[place]].fill_(PADDING_SLOT)
+        replay = self._replays[place]
+        if isinstance(batch.adapters, TabledRows):
+            assert self._adapters is not None, "the step fits"
+            self._adapters.refill(batch.adapters)
+            replay = self._adapted[place]
 
         def attend(call: AttentionCall | StateCall) -> None:
             if isinstance(call, StateCall):
@@ -171,11 +194,18 @@ class MixedGraphs:
             )
             call.out[:num_tokens].copy_(attended)
 
-        self._replays[place](attend)
+        replay(attend)
         assert self._hidden is not None
         return self._hidden[:num_tokens]
 
-    def _run(self, size: int, attend: Attend) -> None:
+    def _capture(self, capture: CapturePieces, adapters: TabledRows | None) -> list[ReplayPieces]:
+        """Capture all sizes, the largest first: its buffers and its memory hold the others."""
+        largest_first = [
+            capture(partial(self._run, size, adapters)) for size in reversed(self._sizes)
+        ]
+        return largest_first[::-1]
+
+    def _run(self, size: int, adapters: TabledRows | None, attend: Attend) -> None:
         """Compute the first `size` rows of the buffers. attend: computes attention, or ends a recorded piece there."""
         batch = ForwardBatch(
             token_ids=self._token_ids[:size],
@@ -184,6 +214,7 @@ class MixedGraphs:
             sample_rows=self._no_rows,
             attention=_PieceEnd(self, attend),
             states=_StatePieceEnd(self, attend),
+            adapters=adapters,
         )
         hidden = self._forward(batch)
         if self._hidden is None:

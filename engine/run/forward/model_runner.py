@@ -519,6 +519,7 @@ class ModelRunner:
                 capture,
                 sizes,
                 self.device,
+                self._adapters.tables,
             )
             problem = self._problem_of(graphs)
         except RuntimeError as error:
@@ -531,18 +532,28 @@ class ModelRunner:
         return None
 
     def _problem_of(self, graphs: MixedGraphs) -> str | None:
-        """Compare the hidden states of a prompt from the graphs with those without; None if they are alike."""
+        """Compare the hidden states of a prompt from the graphs with those without; None if they are alike.
+
+        Where steps may have adapters, the pieces of those are replayed too, for rows that have none.
+        """
         block_size = self._config.block_size
         num_tokens = min(NUM_COMPARED_TOKENS, self._longest, self._config.max_num_batched_tokens)
         num_blocks = -(-num_tokens // block_size)
         step = make_step([num_tokens], [num_tokens], block_size, num_blocks)
         token_ids = np.arange(num_tokens, dtype=np.int64) % self._model_config.vocab_size
-        batch, _ = self._to_device(replace(step, token_ids=token_ids))
+        compared = [replace(step, token_ids=token_ids)]
+        if self._adapters.tables is not None:
+            compared.append(replace(compared[0], adapters=np.array([NO_ADAPTER])))
+        # all are computed, whatever the first gives: ranks exchange sums, so each must compute as many
+        differences = [self._changes_states(graphs, prompt) for prompt in compared]
+        return "they give other hidden states" if any(differences) else None
+
+    def _changes_states(self, graphs: MixedGraphs, prompt: StepBatch) -> bool:
+        """Return whether a step from the graphs has other hidden states than without."""
+        batch, _ = self._to_device(prompt)
         replayed = graphs.run(batch).clone()
         expected = self.model.hidden_states(batch, self.cache)
-        if differ(expected, replayed, self._kv_dtype):
-            return "they give other hidden states"
-        return None
+        return differ(expected, replayed, self._kv_dtype)
 
 
 def choose(
