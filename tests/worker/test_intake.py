@@ -157,7 +157,7 @@ def test_pictures_stay_files_until_those_before_them_run_and_texts_go_on(loop: L
     loop.engine.max_num_seqs = 4
     done = loop.wait_for(*names[1:], "text", "urgent", "broken")
     assert [name for name, each in done.items() if each.error] == ["broken"]
-    assert loop.loop._intake._ahead == {}
+    assert loop.loop._intake._decoded == {}
 
 
 def numbered(kind: str, count: int) -> list[str]:
@@ -199,6 +199,19 @@ def test_requests_of_a_lane_enter_the_engine_in_the_order_they_came(loop: Loop) 
     loop.wait_for(*lane)
     assert loop.engine.entered == ["urgent", *lane]
     assert loop.engine.lanes == {"urgent": HIGH, **dict.fromkeys(lane, BULK)}
+
+
+def test_long_sampling_values_hold_nobody_up_wherever_they_stand_among_the_others(
+    loop: Loop,
+) -> None:
+    loop.hold("long")
+    loop.start()
+    loop.send("long", BULK, allowed_token_ids=list(range(MEDIUM_CHARS)))
+    assert loop.engine.begun.get(timeout=WAIT_S) == "long"
+    loop.send("urgent", HIGH)
+    loop.wait_for("urgent")
+    loop.let_go("long")
+    loop.wait_for("long")
 
 
 def test_who_waits_for_a_form_is_overtaken_by_the_others_of_its_lane(loop: Loop) -> None:

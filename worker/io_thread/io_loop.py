@@ -397,7 +397,10 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.num_in_a_row, str(fault)))
 
     def _back_off(self, moment: float, error: RedisError) -> None:
-        """Log an error of Redis, and set when to call Redis again. End the loop if the worker has been leaving for too long."""
+        """Log an error of Redis, and set when to call Redis again.
+
+        If the worker has been leaving for too long, end the loop now.
+        """
         is_refusal = isinstance(error, ResponseError | AuthenticationError)
         problem = "Redis refused" if is_refusal else "Redis did not answer"
         trouble = self._refusals if is_refusal else self._outage

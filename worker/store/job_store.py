@@ -127,8 +127,8 @@ class JobStore:
         self._epoch = ""
         # The tokens of claims that have no reply yet.
         self._unanswered_tokens: set[str] = set()
-        # Redis keeps a record of what each claim took, in case the claim is sent again. The next claim sends the tokens of
-        # claims that have a reply, and Redis deletes their records.
+        # Redis keeps a record of what each claim took, in case the claim is sent again. The next claim sends the tokens
+        # of claims that have a reply, and Redis deletes their records.
         self._answered_tokens: set[str] = set()
 
     def _read_job(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:

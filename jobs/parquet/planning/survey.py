@@ -479,8 +479,8 @@ def _limit_of(request: Request) -> int:
 def _with_beginning(request: Request, beginning: str) -> Request:
     """Return a request that begins with `beginning`, so that no part of its prompt is in the engine's cache.
 
-    Before a prompt of token ids, some of its own ids are repeated in a random order instead. A request of another kind, such as for embeddings,
-    stays as it is, because it uses no cache.
+    Before a prompt of token ids, some of its own ids are repeated in a random order instead. A request of another kind,
+    such as for embeddings, stays as it is, because it uses no cache.
     """
     if request.kind not in ("generate", "score"):
         return request

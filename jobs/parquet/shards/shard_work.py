@@ -199,7 +199,8 @@ class ShardWork(RowsTask):
     def _escalate(self) -> int:
         """Enqueue the job that asks the second model about rows with low margins.
 
-        Returns how many rows this job will ask at most. Returns 0 and enqueues nothing if there are no such rows, or if the part is there.
+        Returns how many rows this job will ask at most. If there are no such rows, or if the part is there, enqueues
+        nothing and returns 0.
         """
         folder = self._folder
         number = self._shard_number
