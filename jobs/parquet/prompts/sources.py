@@ -449,7 +449,7 @@ class LineSource(PromptSource):
             return Row(text)
         if self._inline_pictures:
             raise RowProblem(
-                "a picture is named by a path, and files are not read here: send data:image/...;base64,..."
+                "a picture is no data: URL, and files are not read here: send data:image/...;base64,..."
             )
         files = loaded([image["url"] for image in images_with_path], read)
         for image, file in zip(images_with_path, files, strict=True):

@@ -134,7 +134,7 @@ def test_shards_whose_jobs_are_gone_are_told_as_that_and_the_submit_that_mends_i
     assert f"run {run}: failed" in status
     assert "0 queued, 0 failed, 3 whose jobs are gone" in status
     assert "the jobs of 3 of the run's shards are gone from queue 'bulk'" in status
-    assert "submit it again" in status
+    assert "submit the run again" in status
     assert [each.state for each in list_shards(redis, run)] == ["gone"] * 3
     assert [each.state for each in list_runs(redis)] == ["failed"]
     assert "are gone from queue" in text_of(page.get(f"/runs/{run}").text)

@@ -218,7 +218,7 @@ def test_several_prompts_of_a_row_are_counted_with_the_later_ones(
     for name in ("prompt_tokens", "completion_tokens", "generated_tokens"):
         assert found[name] == pytest.approx(manifest[name]), name
     assert (found["requests"], found["rows_repeated"]) == (3, 1)
-    with pytest.raises(InvalidJob, match="a dry run counts these too"):
+    with pytest.raises(InvalidJob, match="a dry run, which counts all of these"):
         survey(context, tmp_path / "in.parquet", first=1, **arguments)
 
 
