@@ -22,8 +22,8 @@ class DecodeRows:
     """A step's sequences with one new token, the longest first.
 
     rows: [decodes] int64, their rows of the query.  context_lens: [decodes] int64; 0 is a padding row.
-    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, tokens that a kept state covers.
-    max_seen: the most tokens of any sequence behind `begins`.
+    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, how many first tokens a kept state covers.
+    max_seen: the most tokens that a sequence has after its `begins`.
     """
 
     rows: Tensor
@@ -52,8 +52,9 @@ def decode_attention(
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
     kv_heads, head_dim] contiguous; all float32 or all bfloat16. Sums and softmax are float32. A padding row
-    gets zeros. window, chunk, soft_cap, sinks, slopes (float32): as AttentionFeatures has them; with begins above 0
-    neither window nor chunk.  state: of prefixes, as prefill_attention keeps it; None if all begins are 0.
+    gets zeros. window, chunk, soft_cap, sinks, slopes (float32): as in AttentionFeatures. If a `begins` is above 0,
+    window and chunk must be None.  state: of the prefixes that end at `begins`, as prefill_attention keeps it; None if
+    all begins are 0.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -87,7 +88,7 @@ def _next_address(
     other_pool: Any,
     block_bytes: Any,
 ) -> Any:
-    """Return the address of the block after block `index`; after the last one, of the other pool's first."""
+    """Return the address of the block after block `index`; after the last block, of the other pool's first block."""
     if index + 1 < num_blocks:
         return pool + table[index + 1] * block_bytes
     return other_pool + table[first_block] * block_bytes
@@ -115,7 +116,7 @@ def _kernel(
     has_slopes: bool,
     dtype: torch.dtype,
 ) -> Kernel:
-    """A task is a sequence or some of its KV heads; prefetching the next block was 1.5 times faster."""
+    """A task is a sequence with all or some of its KV heads. Prefetching the next block made it 1.5 times as fast."""
     rows = rows_at_once(group, head_dim)
     element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
@@ -176,7 +177,7 @@ def _kernel(
                     _cap(weights, scale, soft_cap)
                 if has_slopes:
                     _lower(weights, slopes[head] / softmax_scale)
-                # tokens without a score here: the shared ones, or the sink
+                # others: the weight of what has no score here, the tokens of a shared prefix or the sink
                 state = carray(pointer_to(parameters[22], float32), (head_dim + 2,))
                 others, others_highest = np.float32(0), LEAST
                 if begin > 0 and not limited:

@@ -18,10 +18,10 @@ class Rope:
     """One rotation of queries and keys.
 
     kind: a key of SCALINGS, transformers' rope_type.
-    rotary_dim: numbers of a head that turn, its first ones; even.
+    rotary_dim: how many of a head's numbers are rotated, from the first on; even.
     theta: pair i of these turns by theta^(-2i / rotary_dim) for each position, before scaling.
-    max_positions: the model's, as config.json has it.
-    parameters: the kind's own, by their names in config.json.
+    max_positions: the model's longest context, as in config.json.
+    parameters: what the kind needs besides these, by their names in config.json.
     """
 
     kind: str
@@ -83,7 +83,7 @@ def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Let theta grow with sequences beyond the configured length; here none is longer."""
+    """Enlarge theta if `longest` exceeds the configured length. Shorter sequences get the same theta."""
     factor = rope.number("factor")
     dim = rope.rotary_dim
     theta_factor = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
@@ -123,8 +123,10 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
     if configured is not None:
         return configured
     mscale = rope.optional("mscale")
-    over = rope.optional("mscale_all_dim")
-    return magnitude(mscale) / magnitude(over) if mscale and over else magnitude(1)
+    mscale_all_dim = rope.optional("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1)
 
 
 def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
@@ -182,24 +184,24 @@ class RotaryEmbedding(nn.Module):
     def __init__(
         self, rope: Rope, max_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """max_positions: tokens that no sequence exceeds."""
+        """max_positions: the most tokens that a sequence may have."""
         super().__init__()
         frequencies, factor = rope.frequencies(max_positions)
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies.to(device))
         angles = torch.cat((angles, angles), dim=-1)
-        self.table = torch.stack((angles.cos().mul_(factor), angles.sin().mul_(factor)), dim=1).to(
-            dtype
-        )
+        cosines = angles.cos().mul_(factor)
+        sines = angles.sin().mul_(factor)
+        self.table = torch.stack((cosines, sines), dim=1).to(dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of positions, [tokens] int64: each [tokens, 1, dim], for many layers."""
+        """Return the cosines and the sines of positions [tokens] int64, each [tokens, 1, dim]."""
         cos, sin = self.table[positions].unsqueeze(2).unbind(1)
         return cos, sin
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x: [tokens, heads, head_dim]; numbers beyond the width of cos and sin stay."""
+    """Rotate x [tokens, heads, head_dim]. A head's numbers beyond the width of cos and sin stay as they are."""
     turning, still = x.tensor_split([cos.shape[-1]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
     turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
