@@ -22,7 +22,7 @@ class DecodeRows:
     """A step's sequences with one new token, the longest first.
 
     rows: [decodes] int64, their rows of the query.  context_lens: [decodes] int64; 0 is a padding row.
-    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, how many first tokens a kept state covers.
+    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, how many tokens a kept state covers.
     max_seen: the most tokens that a sequence has after its `begins`.
     """
 

@@ -80,7 +80,7 @@ class Kernel:
         self._is_ready()
 
     def compile(self) -> None:
-        """Compile it, or take its code from the cache."""
+        """Compile the function, or take its machine code from the cache."""
         self._compiled = _compile(self.function)
         self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
@@ -160,8 +160,7 @@ def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
 def _compile_and_end(functions: list[Callable[[Any], None]], tasks: int) -> None:
     """Compile functions in this child process until none is left, then end the process.
 
-    tasks: a pipe with the functions' numbers, one byte each. All children read it, so that one
-    child compiles each function.
+    tasks: a pipe with the functions' numbers, one byte each. All children read it, and each number goes to one of them.
     """
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):

@@ -16,9 +16,9 @@ NEVER = np.float32(-np.inf)
 
 
 def mask_rows(logits: Tensor, rows: Tensor, masked: Tensor, token_masks: Tensor) -> None:
-    """Put minus infinity where a row's mask has no 1, and behind its last word.
+    """Put minus infinity where a row's mask has no 1, and for the tokens after the mask's last word.
 
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.
+    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, the numbers of a row are adjacent.
     """
     assert logits.stride(1) == 1
     _kernel(logits.dtype)(

@@ -1,4 +1,4 @@
-"""Numbers and addresses that Numba has no name for, emitted as LLVM code.
+"""Operations on numbers and addresses that Numba does not have, emitted as LLVM code.
 
 Addresses are plain int64, counted in bytes. Numbers in memory are FLOAT32 or BFLOAT16; kernels compute in
 float32.
@@ -24,7 +24,7 @@ F32 = ir.FloatType()
 
 
 def helper(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function that only kernels call. Python cannot call it: that took a fifth of the compile time.
+    """Compile a function that only kernels call. Code for calls from Python is left out: it took a fifth of the time.
 
     A helper with fastmath is inlined into each kernel that calls it. Otherwise the kernel would be linked with a copy
     of the helper that this process has already, and that copy may add in another order. A helper without fastmath is

@@ -212,7 +212,7 @@ def copy_words(typing: Any, source: Any, target: Any, num_words: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -> Any:
-    """Write two rows of bfloat16 as one row of pairs: each word has a number of both. length: of a row, a literal."""
+    """Write two rows of `length` bfloat16 as one row of words: each word has a number of both. length: a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(builder, length.literal_value, types.uint16)

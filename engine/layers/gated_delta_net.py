@@ -84,7 +84,7 @@ class DeltaHeads:
 def fill_heads(
     place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool
 ) -> None:
-    """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch.
+    """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch for another size.
 
     place: [heads, rows, ...].  sizes: each matrix's rows for a head.
     together: in the tensor, a head's rows of all matrices are adjacent; otherwise a matrix's rows of all heads are.
@@ -250,7 +250,7 @@ def mix(
 def _advance(
     x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], heads: DeltaHeads
 ) -> tuple[Tensor, Any]:
-    """Compute x [sequences, tokens, heads, rows] from the states `before` -> (output, the states after)."""
+    """Compute tokens x [sequences, tokens, heads, rows] after the states `before` -> (output, the new states)."""
     x = x.transpose(1, 2)  # head by head from here on
     rows_of = heads.rows
     other_sizes = [rows_of[kind] for kind in ("z", "b", "a")]
@@ -288,7 +288,7 @@ def _advance(
 def _chunk(
     state: Tensor, query: Tensor, key: Tensor, values: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute a chunk of tokens from a state [..., key_dim, value_dim] -> (output, the state after).
+    """Compute a chunk of tokens after a state [..., key_dim, value_dim] -> (output, the new state).
 
     query, key, values, rate, decay: [..., tokens, numbers]. decay is a logarithm.
     """

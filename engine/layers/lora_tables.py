@@ -46,7 +46,7 @@ class TabledRows:
 
 
 class LowRankTables:
-    """Owns a table for each linear layer.
+    """Owns a table for each linear layer: where the matrices of all loaded adapters are.
 
     A table never moves, so a CUDA graph that reads it sees the adapters that are loaded at each replay.
     """
@@ -81,7 +81,7 @@ class LowRankTables:
         return self._num_adapters
 
     def put(self, number: int, products: Mapping[nn.Module, LowRank]) -> None:
-        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than a table holds; see `hold`."""
+        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than its table holds; see `hold`."""
         for layer, product in products.items():
             num_blocks = self._tables[layer].scales.shape[1]
             if len(product.a) > MOST_RANKS or len(product.blocks) > num_blocks:

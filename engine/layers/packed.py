@@ -126,8 +126,10 @@ def shared_layout(
     Their forms must be equal.
     """
     forms = {tensor.packed_form for tensor in tensors}
+    if len(forms) > 1:
+        return None
     form = forms.pop()
-    if forms or form is None:
+    if form is None:
         return None
     cuts: list[int] = []
     for place in places:
@@ -161,7 +163,7 @@ def pack_product(
 ) -> PackedProduct | None:
     """Return a product for these weights, on the meta device; None if they cannot stay packed.
 
-    places: of all parts of these tensors.
+    places: the places of all parts of these tensors.
     """
     layout = shared_layout(tensors, places, in_features, kernels)
     if layout is None:

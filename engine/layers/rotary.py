@@ -1,4 +1,4 @@
-"""Rotary position embedding, and how long contexts change it."""
+"""Rotary position embedding, and its scalings for long contexts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -31,9 +31,10 @@ class Rope:
     parameters: Mapping[str, Any]
 
     def frequencies(self, longest: int) -> tuple[Tensor, float]:
-        """Return angles from one position to the next [rotary_dim / 2] float32, and the factor of cosines and sines.
+        """Return the angles of one position, [rotary_dim / 2] float32, and the factor for cosines and sines.
 
-        longest: tokens of the longest sequence. Raises UnsupportedModel for another kind, or ConfigError.
+        longest: the tokens of the longest sequence. Raises UnsupportedModel if SCALINGS lacks the kind, or ConfigError
+        for a wrong parameter.
         """
         if self.kind not in SCALINGS:
             raise UnsupportedModel(
@@ -78,7 +79,7 @@ def _default(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Press all positions together by the factor."""
+    """Divide all frequencies by the factor, as if the positions were divided."""
     return 1.0 / _powers(rope, rope.theta) / rope.number("factor"), 1.0
 
 
@@ -91,7 +92,7 @@ def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Keep fast pairs, press slow ones together, with a ramp between. Source: arXiv:2309.00071."""
+    """Keep fast frequencies, divide slow ones by the factor, with a ramp between. Source: arXiv:2309.00071."""
     factor = rope.number("factor")
     dim = rope.rotary_dim
     original = rope.number("original_max_position_embeddings")
@@ -144,7 +145,7 @@ def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Keep short waves, stretch long ones by the factor, and those between by a part of it."""
+    """Keep short wavelengths, multiply long ones by the factor, and those between by a part of it."""
     factor = rope.number("factor")
     original = rope.number("original_max_position_embeddings")
     slow = rope.number("low_freq_factor")

@@ -63,7 +63,12 @@ def find_tiles(
         negative_product = -product(row.repeat(TILES[0], 1), None)[0]
         for added in (bias, negative_product):
             expected = product(row.repeat(TILES[0], 1), added)[0]
-            tiles = [t for t in tiles if bool((product(row.repeat(t, 1), added) == expected).all())]
+            agreeing = []
+            for size in tiles:
+                products = product(row.repeat(size, 1), added)
+                if bool((products == expected).all()):
+                    agreeing.append(size)
+            tiles = agreeing
     if TILES[0] not in tiles:
         raise NotDeterministic(
             f"this processor's products of {in_features} numbers in {str(dtype).removeprefix('torch.')} "
@@ -73,7 +78,7 @@ def find_tiles(
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply function, [1, n] -> [1, m], to each row of x, [rows, n], copied into memory of its own."""
+    """Apply function, [1, n] -> [1, m], to each row of x [rows, n]. Each row is first copied into memory of its own."""
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.clone()) for row in torch.split(x, 1)])
