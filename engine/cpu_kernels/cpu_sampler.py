@@ -76,7 +76,7 @@ def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
 
 @helper()
 def _target(total: Any, word: Any) -> Any:
-    """Return the goal of a draw: `target` of engine/sampling/draws.py."""
+    """Return the goal of a draw, as `target` of engine/sampling/draws.py does."""
     odd = 2 * word + 1
     return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3
 
@@ -181,6 +181,7 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
     """Return the key and token at which the sum reaches the goal. above: the sum of all higher ranges."""
     ids, keys, amounts = found
     low, high = np.int64(LOWEST_KEY), np.int64(INFINITY)
+    # the highest key with which the tokens from this key on reach the goal
     while low < high:
         middle = low + (high - low + 1) // 2
         reached = above
@@ -193,6 +194,7 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
     for i in range(number):
         above += amounts[i] if keys[i] > low else 0
     last_id = np.int64(0)
+    # tokens with just this key stay only until the goal is reached
     for i in range(number):
         if keys[i] == low and above < goal:
             above += amounts[i]
@@ -261,6 +263,7 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
             highest_key, tile = _highest(row, maxima, element)
             chosen[task] = -1
             if -INFINITY < highest_key < INFINITY:
+                # without a draw: the first token with the highest logit
                 logits, first = _tile_of(row, tile, element), 0
                 while ordered_key(wide(logits[first])) != highest_key:
                     first += 1
@@ -273,6 +276,7 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
                         counts = by_weight == 0
                         if not (0 < top_k[task] < vocab if counts else top_p[task] < 1):
                             continue
+                        # the cut is in the first range with which the sum of ranges reaches the goal
                         for i in range(NUM_RANGES):
                             ranges[i] = 0
                         total = _sum_ranges(

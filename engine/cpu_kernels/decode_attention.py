@@ -155,6 +155,7 @@ def _kernel(
             table = carray(pointer_to(parameters[9] + seq * table_len * 4, int32), (table_len,))
             queries = query + seq_rows[seq] * group * token_bytes
             outputs = out + seq_rows[seq] * group * token_bytes
+            # the scores of all tokens
             for i in range(first_block, num_blocks):
                 start = max(begin, i * block_size)
                 tokens = keys + table[i] * block_bytes + (start - i * block_size) * token_bytes
@@ -168,6 +169,7 @@ def _kernel(
                             scores + head * score_bytes + (start - begin) * FLOAT_BYTES, score_bytes,
                             rows, head_dim, element,
                         )  # fmt: skip
+            # softmax: the scores become weights
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 weights = carray(
@@ -200,6 +202,7 @@ def _kernel(
                 if begin > 0 and not limited:
                     for d in range(head_dim):
                         weighted[d] = state[d] * (factor / total)
+            # the weighted sums of values
             for i in range(first_block, num_blocks):
                 start = max(begin, i * block_size)
                 tokens = values + table[i] * block_bytes + (start - i * block_size) * token_bytes
@@ -213,6 +216,7 @@ def _kernel(
                             ahead + kv_head * block_size * head_bytes, sums + head * sum_bytes,
                             rows, head_dim, element,
                         )  # fmt: skip
+            # the sums are rounded into the output
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 output = carray(pointer_to(outputs + head * head_bytes, element), (head_dim,))

@@ -151,6 +151,7 @@ def _kernel(
             weights = carray(row_pointer(parameters[9], head, conv_size, FLOAT32), (conv_size,))
             decays = carray(row_pointer(parameters[10], head, group, FLOAT32), (group,))
             biases = carray(row_pointer(parameters[11], head, group, FLOAT32), (group,))
+            # each decode is a chain of its own; all other parts are the last chain
             for part in range(chain, chain + 1 if chain < num_decodes else num_parts):
                 first, target, saved = (
                     part * FIELDS,
@@ -175,6 +176,7 @@ def _kernel(
                         query[i] *= query_scale
                         key[i] *= key_scale
                     both = _product(query, key)
+                    # each head of values that shares the key, with its matrix
                     for own in range(group):
                         step_size = wide(rates[group + own]) + biases[own]
                         softplus = max(step_size, ZERO) + np.float32(

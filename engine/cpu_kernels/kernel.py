@@ -122,7 +122,7 @@ def run_compiled(run: Callable[[], T]) -> T:
         _missing.reset(reset_token)
     if not missing:
         return result
-    with suppress(OSError):  # what children have not compiled is compiled here, more slowly
+    with suppress(OSError):  # without children, or if they fail, kernels are compiled below
         if sys.platform == "linux" and os.access(_own_root(), os.W_OK):
             _compile_in_children([kernel.function for kernel in missing])
     for kernel in missing:
@@ -131,13 +131,13 @@ def run_compiled(run: Callable[[], T]) -> T:
 
 
 def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
-    """Compile the functions into the cache in several child processes: Numba compiles one at a time in a process.
+    """Compile functions into the cache in several child processes: Numba compiles one at a time in a process.
 
     A child may fail. The caller compiles what is then missing.
     """
-    tasks, numbers = os.pipe()
-    os.write(numbers, bytes(range(len(functions))))
-    os.close(numbers)
+    tasks, write_end = os.pipe()
+    os.write(write_end, bytes(range(len(functions))))
+    os.close(write_end)
     children: list[int] = []
     try:
         # else a child could inherit the lock from a thread that holds it, and wait forever
@@ -235,6 +235,7 @@ def _compile_into(folder: Path, function: Callable[[Any], None]) -> Any:
 
 
 def _cached(function: Callable[[Any], None], folder: Path) -> Any:
+    """Compile the function into a cache in this folder, or load it from there."""
     configured = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:

@@ -162,8 +162,9 @@ def _emit_products(
         [cgutils.alloca_once_value(builder, emit.zero()) for _ in range(VECTORS)]
         for _ in range(num_rows)
     ]
-    for slot in (slot for row in slots for slot in row):
-        builder.store(emit.zero(), slot)
+    for row in slots:
+        for slot in row:
+            builder.store(emit.zero(), slot)
     subtracted = [emit.load_zeros(zero, v) for v in range(VECTORS)] if kind else []
     num_factors = emit.steps if kind else 1
     factor_kind = F32 if element == FLOAT32 else I32
@@ -252,6 +253,7 @@ class _Unpacker(Emitter):
             if self._kind == "fp8":
                 return self._look_up_fp8(words)
             return self._look_up_numbers(words)
+        # codes of adjacent input features alternate between the halves of a word
         numbers = [
             self._number(words, half + self._bits * step, zeros)
             for step in range(16 // self._bits)
@@ -373,6 +375,7 @@ def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
             tile, first = task % num_tiles, task // num_tiles * CHUNK
             rows = min(num_rows - first, CHUNK)
             columns = min(out_features - tile * TILE, TILE)
+            # each row's sums begin with the bias
             totals = carray(pointer_to(sums, FLOAT32), (rows, TILE))
             for n in range(TILE):
                 added = FLOAT32(0)
@@ -388,6 +391,7 @@ def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
                 scale = scales + (group * width + tile * TILE) * scale_bytes
                 zero = zeros + (group * width + tile * TILE) * zero_bytes
                 row = x + first * row_step + number * block * element_bytes
+                # few rows: codes are unpacked in registers.  more rows: they are unpacked once, into the cache
                 if rows <= ROWS:
                     _add_products(
                         row, row_step, code, zero, words, scale, sums, rows,

@@ -85,6 +85,7 @@ def tasks_of_sequences(
     seqs = np.repeat(np.arange(len(num_tasks)), num_tasks)
     firsts = (np.arange(len(seqs)) - np.repeat(tasks_before, num_tasks)) * TASK_LANES
     if not reach:  # with a reach tasks are equally long; in this order they find a sequence's keys in the cache
+        # the tasks whose first query sees the most tokens come first
         order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
         seqs = seqs[order]
         firsts = firsts[order]
@@ -226,6 +227,7 @@ def _gather(
 @helper(error_model="numpy")
 def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> None:
     """Write a matrix of words of four bytes with its columns as rows."""
+    # the rows and columns that make whole squares
     whole = (
         num_rows // LONGEST_VECTOR * LONGEST_VECTOR,
         num_columns // LONGEST_VECTOR * LONGEST_VECTOR,
@@ -241,6 +243,7 @@ def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> Non
         _words(source, 0, num_rows * num_columns),
         _words(target, 0, num_rows * num_columns),
     )
+    # the numbers outside the squares, one by one
     for i in range(num_rows):
         for j in range(whole[1] if i < whole[0] else 0, num_columns):
             turned[j * num_rows + i] = numbers[i * num_columns + j]
@@ -323,6 +326,7 @@ def _kernel(
                 pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,)
             )
             begin, end = np.int64(NO_LIMIT), np.int64(0)
+            # each block's queries, transposed, and the tokens that each query sees
             for block in range(num_blocks):
                 queries_at = scratch + block * block_bytes
                 sums_at, state_at = queries_at + sums_offset, queries_at + state_offset
@@ -363,6 +367,7 @@ def _kernel(
                             sums[d * LANES + i] = state[d]
                         highest[i], totals[i] = state[head_dim], state[head_dim + 1]
                 begin, end = min(begin, np.int64(lows[0])), max(end, np.int64(highs[LANES - 1]) + 1)
+            # one tile of keys and values after the other, for all blocks
             for start in range(begin // TILE * TILE, end, TILE):
                 _gather(
                     keys_at,
@@ -422,6 +427,7 @@ def _kernel(
                             sums_at + d * lane_bytes, num_tokens // per_word, state_at + 2 * lane_bytes, True,
                             rows_of_value, VECTORS, element,
                         )  # fmt: skip
+            # each query's result, or its state
             for i in range(num_lanes):
                 own, block_at = i % LANES, scratch + i // LANES * block_bytes
                 if own == 0:

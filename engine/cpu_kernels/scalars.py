@@ -44,7 +44,7 @@ def emitted(kind: Any) -> Callable[[Callable[..., Any]], Any]:
         def typed(typing: Any, *_: Any) -> Any:
             return kind, lambda context, builder, signature, args: emit(builder, *args)
 
-        functools.update_wrapper(typed, emit)  # Numba reads the parameters of calls from it
+        functools.update_wrapper(typed, emit)  # Numba matches calls with emit's parameters
         return intrinsic(typed)
 
     return make

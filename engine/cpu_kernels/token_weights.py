@@ -34,6 +34,7 @@ def exponent(builder: Any, logit: Any, highest: Any, rate: Any) -> Any:
 @emitted(types.int64(types.int32))
 def weight(builder: Any, exponent: Any) -> Any:
     """Return the weight, int64, of an exponent, as `weigh` does. Each operation is rounded: none are fused."""
+    # a polynomial of a number from 1 to 2, the mantissa; then the exponent's bits are added
     bits = builder.or_(builder.and_(exponent, I32(MANTISSA)), I32(ONE))
     mantissa = builder.bitcast(bits, F32)
     first, *others, last = (F32(number) for number in COEFFICIENTS)

@@ -285,6 +285,7 @@ class Emitter:
         return self._splat_float(0.0)
 
     def load(self, address: Any, offset: int) -> Any:
+        """Load a vector of numbers as float32."""
         stored = self._type if self._is_wide else ir.VectorType(I16, self._length)
         loaded = self._builder.load(self._pointer(address, offset, stored))
         loaded.align = self._element_bytes
@@ -432,6 +433,7 @@ class Emitter:
             return builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
 
         def halved(a: Any, b: Any, part: int) -> Any:
+            """Add the upper half of each part to its lower half; the two vectors become one."""
             starts = range(0, 2 * self._length, part)
             lower = [start + i for start in starts for i in range(part // 2)]
             return builder.fadd(
@@ -447,14 +449,15 @@ class Emitter:
         return shuffle(total, total, [i * (self._length // 4) for i in range(4)])
 
     def sum(self, vector: Any) -> Any:
-        lengths = self._length
+        """Return the sum of a vector's numbers."""
+        half = self._length
         builder = self._builder
-        while lengths > 1:  # add the upper half to the lower one
-            lengths //= 2
-            lanes = ir.VectorType(I32, lengths)
-            half = ir.VectorType(F32, 2 * lengths)(ir.Undefined)
-            lower = builder.shuffle_vector(vector, half, lanes(list(range(lengths))))
-            upper = builder.shuffle_vector(vector, half, lanes(list(range(lengths, 2 * lengths))))
+        while half > 1:  # add the upper half to the lower one
+            half //= 2
+            lanes = ir.VectorType(I32, half)
+            unused = ir.VectorType(F32, 2 * half)(ir.Undefined)
+            lower = builder.shuffle_vector(vector, unused, lanes(list(range(half))))
+            upper = builder.shuffle_vector(vector, unused, lanes(list(range(half, 2 * half))))
             vector = builder.fadd(lower, upper)
         return builder.extract_element(vector, I32(0))
 

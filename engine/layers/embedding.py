@@ -62,7 +62,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.instead: TiledProduct | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Turn hidden [samples, hidden] into logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
+        """Turn hidden [samples, hidden] into logits [samples, vocabulary] on rank 0, a part of them on others."""
         part = linear(hidden, self.weight) if self.instead is None else self.instead(hidden, None)
         return self.tp.gather(part)[:, : self.rows.total]
 

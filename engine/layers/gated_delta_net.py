@@ -137,7 +137,7 @@ class DeltaProjection(ReplicatedLinear):
 
 
 class GatedDeltaNet(WeightedModule):
-    """One layer's gated delta net, this rank's heads of it."""
+    """One layer's gated delta net, with this rank's heads."""
 
     def __init__(
         self,
@@ -203,7 +203,8 @@ class GatedDeltaNet(WeightedModule):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's part of `tensor` into parameter `name`."""
         rows = self.heads.rows
-        sizes = [rows[kind] for kind in ("qkv" if name == "conv1d" else "a")]
+        kinds = "qkv" if name == "conv1d" else "a"  # A_log and dt_bias have a's rows
+        sizes = [rows[kind] for kind in kinds]
         fill_heads(self.get_parameter(name), tensor, sizes, self.share, together=False)
 
     def finish_loading(self) -> None:
@@ -266,10 +267,11 @@ def _advance(
     def of_group(rows: Tensor) -> Tensor:
         return rows.reshape(*x.shape[:3], heads.group, -1).transpose(2, 3)
 
-    query, key = (
-        rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS) for rows in (query, key)
-    )
-    query = query * heads.key_dim**-0.5
+    def of_length_one(rows: Tensor) -> Tensor:
+        return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS)
+
+    query = of_length_one(query) * heads.key_dim**-0.5
+    key = of_length_one(key)
     decay = decay[:, None] * F.softplus(a.float() + dt_bias[:, None])
     rate = b.float().sigmoid().mT[..., None]
     decay = decay.mT[..., None]
@@ -282,7 +284,8 @@ def _advance(
     out = torch.cat(chunks, dim=-2)
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * norm
     gated = (out * F.silu(of_group(z).float())).to(x.dtype)
-    return gated.permute(0, 3, 1, 2, 4).flatten(2), (seen[:, :, x.shape[2] :], state.mT)
+    after = (seen[:, :, x.shape[2] :], state.mT)
+    return gated.permute(0, 3, 1, 2, 4).flatten(2), after
 
 
 def _chunk(
@@ -292,11 +295,13 @@ def _chunk(
 
     query, key, values, rate, decay: [..., tokens, numbers]. decay is a logarithm.
     """
-    total = decay.cumsum(-2)
+    total = decay.cumsum(-2)  # from the start of the chunk to each token
     is_later = torch.ones(
         total.shape[-2], total.shape[-2], dtype=torch.bool, device=key.device
     ).triu(1)
+    # faded[i, j]: how much is left at token i of what token j added
     faded = (total - total.mT).masked_fill(is_later, -torch.inf).exp()
+    # a token adds its values, less what the state and the earlier tokens already hold for its key
     corrected = key * rate
     wanted = values * rate - (corrected * total.exp()) @ state
     added = torch.linalg.solve_triangular(

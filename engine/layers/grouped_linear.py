@@ -30,14 +30,15 @@ class ExpertGroups:
     def of(
         cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None
     ) -> ExpertGroups:
-        """Sort chosen: [tokens, experts of a token] int64, without reading it on the host."""
+        """Sort `chosen`, [tokens, experts of a token] int64, by expert. The host does not read it."""
         if kernels is not None:
             return cls(*kernels.group(chosen, num_experts))
         experts, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(max(len(order), num_experts), device=chosen.device)
         places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
         ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
-        return cls(order // chosen.shape[1], places.view_as(chosen), ends)
+        tokens = order // chosen.shape[1]
+        return cls(tokens, places.view_as(chosen), ends)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:

@@ -24,9 +24,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = x.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAGNITUDE)
-    levels = (
-        x * largest.new_tensor(LARGEST).div(largest)
-    ).round_()  # LARGEST / largest would round twice
+    # LARGEST / largest would round twice
+    levels = (x * largest.new_tensor(LARGEST).div(largest)).round_()
     return levels.add_(ZERO).to(torch.uint8), largest / LARGEST
 
 

@@ -60,7 +60,7 @@ class ReplicatedLinear(WeightedModule):
         return [Place(0, slice(0, self.out_features), slice(0, self.in_features))]
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Return the parameter and shard that a tensor fills; also for a weight that stays packed, in no parameter."""
+        """Return the parameter and shard that a tensor fills. A packed weight is no parameter, but has its place."""
         return (name, None) if name == "weight" else super().place_of(name)
 
     def keep_packed(
@@ -190,9 +190,10 @@ class QKVParallelLinear(ColumnParallelLinear):
         Gates have the queries' shape, or are None. Heads of each are adjacent; keys and values are views.
         """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        num_query_heads = 2 * self.num_heads if self.gated else self.num_heads
+        query, rest = torch.tensor_split(heads, [num_query_heads], dim=1)
         gate = None
-        query, rest = torch.tensor_split(heads, [self.num_heads * (2 if self.gated else 1)], dim=1)
-        if self.gated:
+        if self.gated:  # queries and their gates alternate
             gate = query[:, 1::2].contiguous()
             query = query[:, ::2].contiguous()
         return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :], gate

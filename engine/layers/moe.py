@@ -129,10 +129,12 @@ class ExpertMLPs(WeightedModule):
     def place_of(self, name: str) -> tuple[str, str | None] | None:
         """Find also the tensors of one expert's matrix, by the names that Qwen and Mixtral give them."""
         if found := EXPERT_MATRIX.fullmatch(name):
-            expert, part = int(found[1]), MATRICES[found[2]]
+            expert = int(found[1])
+            part = MATRICES[found[2]]
             if expert >= self.experts.num_experts:
                 return None
-            return "down_proj" if part == "down" else "gate_up_proj", f"{expert}.{part}"
+            parameter = "down_proj" if part == "down" else "gate_up_proj"
+            return parameter, f"{expert}.{part}"
         return (name, None) if name in PARTS else super().place_of(name)
 
     def shards_of(self, name: str) -> tuple[str | None, ...]:
@@ -304,7 +306,6 @@ class SparseMLP(nn.Module):
         )
         output: Tensor = self.experts(hidden, weights, chosen)
         if self.shared_expert is not None:
-            output += self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(
-                hidden, adapters
-            )
+            gate = self.shared_expert_gate(hidden).sigmoid()
+            output += gate * self.shared_expert(hidden, adapters)
         return output

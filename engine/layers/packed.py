@@ -105,7 +105,8 @@ def pack_words(codes: Tensor, kind: str) -> Tensor:
     if BITS[kind] == 8:
         return codes.reshape(len(codes), -1, WORD_BYTES)[:, :, BYTE_ORDER]
     codes = codes.reshape(len(codes), -1, 2 * WORD_BYTES)
-    return torch.stack([codes[:, :, low] | codes[:, :, high] << 4 for low, high in INT4_BYTES], -1)
+    bytes_of_words = [codes[:, :, low] | (codes[:, :, high] << 4) for low, high in INT4_BYTES]
+    return torch.stack(bytes_of_words, -1)
 
 
 class PackedLayout(NamedTuple):

@@ -97,6 +97,7 @@ def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
     dim = rope.rotary_dim
     original = rope.number("original_max_position_embeddings")
 
+    # the pair that makes this many rotations over the original context
     def pair_turning(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 

@@ -63,7 +63,7 @@ class RMSNorm(WeightedModule):
 class ParallelRMSNorm(RMSNorm):
     """RMSNorm over features that are split over the ranks: the mean square is over the features of all ranks.
 
-    share: this rank's features; several ranks may hold the same.
+    share: this rank's features; several ranks may hold the same ones.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class GatedActivation(nn.Module):
         if self.fused is not None:
             return self.fused(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.gelu(gate, approximate="tanh") if self.is_gelu else F.silu(gate)) * up
+        activated = F.gelu(gate, approximate="tanh") if self.is_gelu else F.silu(gate)
+        return activated * up
 
 
 class ClampedSwigluAndMul(nn.Module):
