@@ -1,8 +1,8 @@
-"""The sampler: the tokens of engine/sampling/sampler.py, in a pass over a row, or two where it is drawn.
+"""Chooses the same tokens as engine/sampling/sampler.py. It reads a row once for its highest logit, twice for a draw.
 
-All decisions are made with integers: weights as in engine/sampling/draws.py, and keys in the order of the
-logits. A cut sorts nothing: a pass counts tokens, or sums weights, by 1,313 ranges of weights; another collects
-the tokens of the range with the cut, which is then halved.
+All decisions are made with integers: weights as in engine/sampling/draws.py, and keys, which are ordered as the
+logits are. Cuts by top_k and top_p sort nothing. One more pass counts tokens, or sums their weights, in 1,313 ranges of
+weights. Another pass collects the tokens of the range in which the cut lies, and a search among their keys finds it.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,8 @@ TILE = 128  # tokens whose highest key, and whose sum, are kept together
 INFINITY = 0x7F800000  # its bits, and so its key
 LOWEST_KEY = -(2**31) + 1  # below all
 RANGE_BITS = 18  # of an exponent: ranges of a factor of 2^(1/32)
-EVERY = np.int64(
-    -1
-)  # of the ranges; not a constant, of which Numba would compile a variant of its own
+# Every range. It is no plain integer: Numba would compile another variant of the function for that.
+EVERY = np.int64(-1)
 NUM_RANGES = (-int(weight_constants.LOWEST_EXPONENT) >> RANGE_BITS) + 1
 LOG2_E_STEPS = np.float32(weight_constants.LOG2_E_STEPS)
 LEAST_TEMPERATURE = np.float32(weight_constants.LEAST_TEMPERATURE)
@@ -43,8 +42,8 @@ ROUNDS = 10
 def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Choose one token for each row: [rows] int64, -1 where there is none to choose.
 
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.  values: the
-    fields of SamplingRows.
+    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, the numbers of a row are adjacent.
+    values: the fields of SamplingRows.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -65,7 +64,7 @@ def _scratch_words(vocab_size: int) -> int:
 
 @helper()
 def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
-    """Return Philox's first word: first_words of engine/sampling/draws.py."""
+    """Return the first word of Philox, as `first_words` of engine/sampling/draws.py does."""
     c0, c1, c2, c3 = position & LOW, position >> SHIFT, sample_index & LOW, np.uint64(0)
     k0, k1 = seed & LOW, seed >> SHIFT
     for _ in range(ROUNDS):
@@ -77,14 +76,14 @@ def _philox(seed: Any, position: Any, sample_index: Any) -> Any:
 
 @helper()
 def _target(total: Any, word: Any) -> Any:
-    """Return the goal of a draw: `target` of engine/sampling/draws.py."""
+    """Return the goal of a draw, as `target` of engine/sampling/draws.py does."""
     odd = 2 * word + 1
     return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3
 
 
 @helper()
 def _tile_of(row: Any, tile: Any, element: Any) -> Any:
-    """Return a tile's logits, from 0 on, for LLVM to make vectors. row: its address, vocabulary size."""
+    """Return a tile's logits as an array, so that LLVM makes vector code of loops. row: its address and its length."""
     address, vocab = row
     first = tile * TILE
     return carray(row_pointer(address, first, 1, element), (min(TILE, vocab - first),))
@@ -92,7 +91,7 @@ def _tile_of(row: Any, tile: Any, element: Any) -> Any:
 
 @helper()
 def _highest(row: Any, maxima: Any, element: Any) -> Any:
-    """Return the row's highest key and the first tile with it; put every tile's into maxima."""
+    """Return the row's highest key and the first tile with it. Put every tile's highest key into maxima."""
     highest, where = np.int32(LOWEST_KEY), 0
     for tile in range(len(maxima)):
         best = np.int32(LOWEST_KEY)
@@ -107,7 +106,10 @@ def _highest(row: Any, maxima: Any, element: Any) -> Any:
 
 @helper(error_model="numpy")
 def _sum_tiles(row: Any, maxima: Any, sums: Any, scale: Any, cut: Any, element: Any) -> Any:
-    """Return the sum of the staying weights, and put that of every tile into sums. cut: lowest key, last token."""
+    """Return the sum of the weights that stay, and put each tile's sum into sums.
+
+    cut: the lowest key that stays, and the last token with this key that stays.
+    """
     highest, rate, least = scale
     lowest, last_id = cut
     total = 0
@@ -138,7 +140,10 @@ def _sum_ranges(
     row: Any, maxima: Any, ranges: Any, tile_of: Any, found: Any, wanted: Any, scale: Any, cut: Any,
     counts: Any, element: Any,
 ) -> Any:  # fmt: skip
-    """Add up the tokens that stay by range, or collect those of range `wanted`; return the sum, or how many."""
+    """Sum the tokens that stay by range and return the total, or collect those of range `wanted` and return how many.
+
+    counts: each token counts as 1, otherwise as its weight.
+    """
     highest, rate, least = scale
     lowest, last_id = cut
     places, keys, amounts = tile_of
@@ -173,9 +178,10 @@ def _sum_ranges(
 
 @helper(error_model="numpy")
 def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
-    """Return the key and token at which the goal is reached. above: of the ranges above."""
+    """Return the key and token at which the sum reaches the goal. above: the sum of all higher ranges."""
     ids, keys, amounts = found
     low, high = np.int64(LOWEST_KEY), np.int64(INFINITY)
+    # the highest key with which the tokens from this key on reach the goal
     while low < high:
         middle = low + (high - low + 1) // 2
         reached = above
@@ -188,6 +194,7 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
     for i in range(number):
         above += amounts[i] if keys[i] > low else 0
     last_id = np.int64(0)
+    # tokens with just this key stay only until the goal is reached
     for i in range(number):
         if keys[i] == low and above < goal:
             above += amounts[i]
@@ -197,7 +204,7 @@ def _cut_at(found: Any, number: Any, above: Any, goal: Any) -> Any:
 
 @helper()
 def _share(total: Any, top_p: Any) -> Any:
-    """Return the share as in engine/sampling/sampler.py."""
+    """Return the sum that top_p keeps of a total, as `share` of engine/sampling/sampler.py does."""
     fraction = np.int64(top_p * np.float32(2**31))
     return max(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
 
@@ -256,6 +263,7 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
             highest_key, tile = _highest(row, maxima, element)
             chosen[task] = -1
             if -INFINITY < highest_key < INFINITY:
+                # without a draw: the first token with the highest logit
                 logits, first = _tile_of(row, tile, element), 0
                 while ordered_key(wide(logits[first])) != highest_key:
                     first += 1
@@ -264,10 +272,11 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
                     rate = LOG2_E_STEPS / max(temperature[task], LEAST_TEMPERATURE)
                     scale = (wide(logits[first]), rate, np.int64(min_p[task] * WHOLE))
                     cut = (np.int32(LOWEST_KEY), np.int64(vocab))
-                    for by_weight in range(2):
+                    for by_weight in range(2):  # first the cut by top_k, then the cut by top_p
                         counts = by_weight == 0
                         if not (0 < top_k[task] < vocab if counts else top_p[task] < 1):
                             continue
+                        # the cut is in the first range with which the sum of ranges reaches the goal
                         for i in range(NUM_RANGES):
                             ranges[i] = 0
                         total = _sum_ranges(

@@ -22,8 +22,8 @@ class DecodeRows:
     """A step's sequences with one new token, the longest first.
 
     rows: [decodes] int64, their rows of the query.  context_lens: [decodes] int64; 0 is a padding row.
-    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, tokens that a kept state covers.
-    max_seen: the most tokens of any sequence behind `begins`.
+    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, how many tokens a kept state covers.
+    max_seen: the most tokens that a sequence has after its `begins`.
     """
 
     rows: Tensor
@@ -52,8 +52,9 @@ def decode_attention(
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
     kv_heads, head_dim] contiguous; all float32 or all bfloat16. Sums and softmax are float32. A padding row
-    gets zeros. window, chunk, soft_cap, sinks, slopes (float32): as AttentionFeatures has them; with begins above 0
-    neither window nor chunk.  state: of prefixes, as prefill_attention keeps it; None if all begins are 0.
+    gets zeros. window, chunk, soft_cap, sinks, slopes (float32): as in AttentionFeatures. If a `begins` is above 0,
+    window and chunk must be None.  state: of the prefixes that end at `begins`, as prefill_attention keeps it; None if
+    all begins are 0.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -87,7 +88,7 @@ def _next_address(
     other_pool: Any,
     block_bytes: Any,
 ) -> Any:
-    """Return the address of the block after block `index`; after the last one, of the other pool's first."""
+    """Return the address of the block after block `index`; after the last block, of the other pool's first block."""
     if index + 1 < num_blocks:
         return pool + table[index + 1] * block_bytes
     return other_pool + table[first_block] * block_bytes
@@ -115,7 +116,7 @@ def _kernel(
     has_slopes: bool,
     dtype: torch.dtype,
 ) -> Kernel:
-    """A task is a sequence or some of its KV heads; prefetching the next block was 1.5 times faster."""
+    """A task is a sequence with all or some of its KV heads. Prefetching the next block made it 1.5 times as fast."""
     rows = rows_at_once(group, head_dim)
     element = ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
@@ -154,6 +155,7 @@ def _kernel(
             table = carray(pointer_to(parameters[9] + seq * table_len * 4, int32), (table_len,))
             queries = query + seq_rows[seq] * group * token_bytes
             outputs = out + seq_rows[seq] * group * token_bytes
+            # the scores of all tokens
             for i in range(first_block, num_blocks):
                 start = max(begin, i * block_size)
                 tokens = keys + table[i] * block_bytes + (start - i * block_size) * token_bytes
@@ -167,6 +169,7 @@ def _kernel(
                             scores + head * score_bytes + (start - begin) * FLOAT_BYTES, score_bytes,
                             rows, head_dim, element,
                         )  # fmt: skip
+            # softmax: the scores become weights
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 weights = carray(
@@ -176,7 +179,7 @@ def _kernel(
                     _cap(weights, scale, soft_cap)
                 if has_slopes:
                     _lower(weights, slopes[head] / softmax_scale)
-                # tokens without a score here: the shared ones, or the sink
+                # others: the weight of what has no score here, the tokens of a shared prefix or the sink
                 state = carray(pointer_to(parameters[22], float32), (head_dim + 2,))
                 others, others_highest = np.float32(0), LEAST
                 if begin > 0 and not limited:
@@ -199,6 +202,7 @@ def _kernel(
                 if begin > 0 and not limited:
                     for d in range(head_dim):
                         weighted[d] = state[d] * (factor / total)
+            # the weighted sums of values
             for i in range(first_block, num_blocks):
                 start = max(begin, i * block_size)
                 tokens = values + table[i] * block_bytes + (start - i * block_size) * token_bytes
@@ -212,6 +216,7 @@ def _kernel(
                             ahead + kv_head * block_size * head_bytes, sums + head * sum_bytes,
                             rows, head_dim, element,
                         )  # fmt: skip
+            # the sums are rounded into the output
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 output = carray(pointer_to(outputs + head * head_bytes, element), (head_dim,))

@@ -1,6 +1,6 @@
-"""The gated delta net between its products: a token reads and writes each head's state once, in the pool.
+"""The gated delta net between its input and output products: a token reads and writes each head's state once.
 
-A token's sums do not depend on what is computed with it, so that its bits do not either.
+A token has the same bits whatever tokens are computed with it.
 """
 
 import math
@@ -36,14 +36,14 @@ ZERO = np.float32(0)
 def delta_net(
     x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any
 ) -> Tensor:
-    """Compute as `mix` of engine.layers.gated_delta_net; decodes by themselves, other parts one after the other."""
+    """Compute as engine.layers.gated_delta_net.mix does. Decodes run side by side, other parts one after the other."""
     num_heads = heads.num_heads
     group = heads.group
     value_dim = heads.value_dim
     out = x.new_empty(len(x), num_heads * group * value_dim)
     num_decodes = len(parts.decodes)
     num_parts = len(parts.table)
-    num_chains = num_decodes + (num_parts > num_decodes)
+    num_chains = num_decodes + 1 if num_parts > num_decodes else num_decodes
     scratch_len = heads.num_channels + value_dim + 2 * ROWS
     scratch = torch.empty(torch.get_num_threads() * scratch_len)
     kernel = _kernel(group, heads.key_dim, value_dim, heads.kernel_size, x.dtype)
@@ -58,7 +58,7 @@ def delta_net(
 def _copy(
     memory: Any, source: Any, target: Any, size: Any, num_heads: Any, head: Any, element: Any
 ) -> None:
-    """Copy a head's numbers of row `source` of a memory into row `target`, zeros for -1."""
+    """Copy a head's numbers from row `source` of a memory to row `target`. If source is -1, write zeros."""
     to = carray(row_pointer(memory, target * num_heads + head, size, element), (size,))
     if source < 0:
         for i in range(size):
@@ -71,7 +71,7 @@ def _copy(
 
 @helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _convolve(x: Any, seen: Any, weights: Any, out: Any, steps: Any) -> None:
-    """Convolve and activate a token's channels, and let them be seen. seen: [steps * channels]."""
+    """Convolve and activate a token's channels, and put them into `seen`: the last `steps` tokens' channels."""
     length = len(out)
     for i in range(length):
         out[i] = weights[steps * length + i] * wide(x[i])
@@ -97,9 +97,10 @@ def _product(a: Any, b: Any) -> Any:
 
 @helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _correct(rows: Any, key: Any, values: Any, answers: Any, out: Any, factors: Any) -> None:
-    """Let rows of a head's state fade, and take a value in. rows: [values * key_dim].
+    """Let rows of a head's state decay, write a token's values into them, and put what the query reads into out.
 
-    answers: [2 * ROWS], to the query and to the key.  factors: decay, rate, key times query.
+    rows: [values * key_dim].  answers: [2 * ROWS], the rows times the query, then the rows times the key.
+    factors: decay, rate, and the product of key and query.
     """
     decay, rate, both = factors
     key_dim = len(key)
@@ -115,7 +116,7 @@ def _correct(rows: Any, key: Any, values: Any, answers: Any, out: Any, factors: 
 def _kernel(
     group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype
 ) -> Kernel:
-    """A task is a head of keys with its values, of a decode or of all other parts."""
+    """A task is one head of keys with its heads of values, in one decode or in all other parts."""
     element = ELEMENTS[dtype]
     steps = kernel_size - 1
     row_bytes = key_dim * FLOAT_BYTES
@@ -150,6 +151,7 @@ def _kernel(
             weights = carray(row_pointer(parameters[9], head, conv_size, FLOAT32), (conv_size,))
             decays = carray(row_pointer(parameters[10], head, group, FLOAT32), (group,))
             biases = carray(row_pointer(parameters[11], head, group, FLOAT32), (group,))
+            # each decode is a chain of its own; all other parts are the last chain
             for part in range(chain, chain + 1 if chain < num_decodes else num_parts):
                 first, target, saved = (
                     part * FIELDS,
@@ -174,6 +176,7 @@ def _kernel(
                         query[i] *= query_scale
                         key[i] *= key_scale
                     both = _product(query, key)
+                    # each head of values that shares the key, with its matrix
                     for own in range(group):
                         step_size = wide(rates[group + own]) + biases[own]
                         softplus = max(step_size, ZERO) + np.float32(

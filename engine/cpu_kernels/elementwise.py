@@ -1,8 +1,8 @@
 """Numba kernels of norms, rotations with KV storing, gates and 8-bit rows: one pass over memory each, see LayerKernels.
 
-Tensors are float32 or bfloat16, contiguous in their last dimension; what a kernel takes and gives is of one
-dtype, except that norms' weights, cosines and sines may be float32 beside bfloat16. All is computed in
-float32 and each result rounded once; a norm is of the sum as it is rounded. Results are contiguous.
+Tensors are float32 or bfloat16, contiguous in their last dimension. All tensors of a call have one dtype; but with
+bfloat16, weights of norms, cosines and sines may be float32. Kernels compute in float32 and round each result once. A
+norm after a sum is computed from the rounded sum. Results are contiguous.
 """
 
 from functools import cache, partial
@@ -84,9 +84,8 @@ def norm_rotate_and_store(
     cos, sin = rotation
     query_norm, key_norm = (0, 0) if norms is None else norms
     out = query.new_empty(query.shape)
-    kernel = _turn_kernel(
-        norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype
-    )
+    weight_dtype = cos.dtype if norms is None else norms[0].dtype
+    kernel = _turn_kernel(norms is not None, query.dtype, cos.dtype, weight_dtype)
     kernel(
         _num_tasks(num_tokens), num_tokens, num_heads, key.shape[1], head_dim, cos.shape[-1],
         query, query.stride(0), key, key.stride(0), value, value.stride(0), cos, sin, cos.stride(0),
@@ -96,7 +95,7 @@ def norm_rotate_and_store(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize as engine.layers.int8.quantize_rows, bit by bit. x: [tokens, dim]; rows may lie apart."""
+    """Quantize as engine.layers.int8.quantize_rows does, to the same bits. x: [tokens, dim]; rows may lie apart."""
     num_tokens, dim = x.shape
     levels = torch.empty(num_tokens, dim, dtype=torch.uint8)
     scales = torch.empty(num_tokens, 1)
@@ -161,7 +160,7 @@ def _inverse_rms(row: Any, eps: Any) -> Any:
 def _turn(
     x: Any, out: Any, weight: Any, cos: Any, sin: Any, factor: Any, normed: Any, element: Any
 ) -> None:
-    """Normalise a head by its factor, and rotate as many of its numbers as there are cosines."""
+    """Normalise a head by its factor if `normed`, and rotate its first len(cos) numbers."""
     rotary_dim = len(cos)
     half = rotary_dim // 2
     for d in range(half):
@@ -257,7 +256,7 @@ def _norm_kernel(adds: bool, dtype: torch.dtype, weight_dtype: torch.dtype) -> K
 
 @cache
 def _gate_kernel(kind: str, dtype: torch.dtype) -> Kernel:
-    """Gate by sigmoid: gelu by tanh is gate * sigmoid(2 * the tanh's argument) as well."""
+    """All gates are computed with sigmoid: gelu by tanh(t) equals gate * sigmoid(2 * t)."""
     element = ELEMENTS[dtype]
     gelu = kind == "gelu"
     bare = kind == "sigmoid"
@@ -284,7 +283,7 @@ def _gate_kernel(kind: str, dtype: torch.dtype) -> Kernel:
 
 @cache
 def _quantize_kernel(dtype: torch.dtype) -> Kernel:
-    """Find the largest magnitude among integers: LLVM's vectors of floats would lose a NaN."""
+    """The largest magnitude is found by comparing bits as integers: a maximum of floats would lose a NaN in LLVM."""
     element = ELEMENTS[dtype]
 
     def quantize(parameters: Any) -> None:

@@ -62,15 +62,16 @@ def next_task(parameters: Any) -> Any:
 
 @helper()
 def worker_number(parameters: Any) -> Any:
-    """Return a number from 0 for each thread that runs the kernel; ask once. For use in a kernel."""
+    """Return this thread's number among those that run the kernel, from 0. A kernel calls it once in each thread."""
     return fetch_add(parameters, 1)
 
 
 class Kernel:
     """A function compiled to machine code, run by torch's threads until its tasks are done.
 
-    function(parameters) is compiled by Numba; parameters are int64 from FIRST_ARGUMENT on: a tensor's address
-    or an integer each, a float's bits. It takes tasks with `next_task` until that says -1.
+    Numba compiles function(parameters). The arguments of a call are in `parameters` from FIRST_ARGUMENT on, one
+    int64 each: a tensor's address, an integer, or a float's bits. The function takes tasks with `next_task` until
+    that returns -1.
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
@@ -79,12 +80,15 @@ class Kernel:
         self._is_ready()
 
     def compile(self) -> None:
-        """Compile it, or take its code from the cache."""
+        """Compile the function, or take its machine code from the cache."""
         self._compiled = _compile(self.function)
         self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
     def _is_ready(self) -> bool:
-        """Compile it, unless `run_compiled` notes what is missing."""
+        """Compile the kernel or load it, and return True.
+
+        Within `run_compiled`, a kernel that is not in the cache is only noted, and False is returned.
+        """
         missing = _missing.get()
         if missing is not None and self in missing:
             return False
@@ -97,7 +101,7 @@ class Kernel:
     def __call__(self, num_tasks: int, *arguments: Tensor | int | float) -> None:
         """Run the tasks 0 to num_tasks - 1; tensors must be contiguous where the kernel expects it."""
         if self._entry is None and not self._is_ready():
-            return  # this run's results are not used
+            return  # `run_compiled` runs again, and drops the results of this run
         # most are integers; a call of _as_int64 for each took a tenth of a decode step of one sequence
         values = [each if type(each) is int else _as_int64(each) for each in arguments]
         parameters = (ctypes.c_int64 * (FIRST_ARGUMENT + len(values)))(0, 0, num_tasks, *values)
@@ -109,16 +113,16 @@ class Kernel:
 
 
 def run_compiled(run: Callable[[], T]) -> T:
-    """Return what `run` computes; kernels that it lacks are compiled side by side, and it runs once more."""
+    """Return what `run` computes. If kernels are missing, compile them side by side and let it run once more."""
     missing: list[Kernel] = []
-    noting = _missing.set(missing)
+    reset_token = _missing.set(missing)
     try:
         result = run()
     finally:
-        _missing.reset(noting)
+        _missing.reset(reset_token)
     if not missing:
         return result
-    with suppress(OSError):  # without them the cache stays as it is
+    with suppress(OSError):  # without children, or if they fail, kernels are compiled below
         if sys.platform == "linux" and os.access(_own_root(), os.W_OK):
             _compile_in_children([kernel.function for kernel in missing])
     for kernel in missing:
@@ -127,15 +131,17 @@ def run_compiled(run: Callable[[], T]) -> T:
 
 
 def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
-    """Fill the cache: Numba compiles one function at a time in a process. What children leave out is compiled later."""
-    tasks, numbers = os.pipe()
-    os.write(numbers, bytes(range(len(functions))))
-    os.close(numbers)
+    """Compile functions into the cache in several child processes: Numba compiles one at a time in a process.
+
+    A child may fail. The caller compiles what is then missing.
+    """
+    tasks, write_end = os.pipe()
+    os.write(write_end, bytes(range(len(functions))))
+    os.close(write_end)
     children: list[int] = []
     try:
-        with (
-            global_compiler_lock
-        ):  # else children inherit it from a thread that compiles, and wait for good
+        # else a child could inherit the lock from a thread that holds it, and wait forever
+        with global_compiler_lock:
             for _ in range(min(len(functions), torch.get_num_threads())):
                 child = os.fork()
                 if not child:
@@ -146,20 +152,23 @@ def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
             children.pop()
     finally:
         os.close(tasks)
-        for child in children:  # when this one is told to stop
+        for child in children:  # left only if this process was interrupted
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
 def _compile_and_end(functions: list[Callable[[Any], None]], tasks: int) -> None:
-    """Compile those whose numbers come first out of a pipe, and end this process, whatever it inherited."""
+    """Compile functions in this child process until none is left, then end the process.
+
+    tasks: a pipe with the functions' numbers, one byte each. All children read it, and each number goes to one of them.
+    """
     try:
         for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(LONGEST_COMPILING_S)
-        gc.disable()  # a tenth of the time; what is left goes with the process
-        while place := os.read(tasks, 1):
-            function = functions[place[0]]
+        gc.disable()  # it took a tenth of the time, and the process ends soon
+        while number_read := os.read(tasks, 1):
+            function = functions[number_read[0]]
             _compile_into(_own_root() / _digest(function), function)
     finally:
         os._exit(0)
@@ -175,7 +184,7 @@ def _as_int64(argument: Tensor | int | float) -> int:
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
-    """Return the function's machine code, from the cache if nobody else may write there and it is whole."""
+    """Return the function's machine code: from the cache if that is undamaged and no other user may write there."""
     root = cache_root()
     try:
         folder = _own_root() / _digest(function)
@@ -183,7 +192,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
             logger.warning("a CPU kernel is compiled anew: %s is damaged", folder)
             shutil.rmtree(folder, ignore_errors=True)
         return _cached(function, folder) if folder.exists() else _compile_into(folder, function)
-    except Exception as error:  # noqa: BLE001 - whatever unpickling may raise; a fault of the kernel's comes again
+    except Exception as error:  # noqa: BLE001 - unpickling may raise anything; a kernel's fault is raised again below
         logger.warning(
             "CPU kernels are compiled at each start, a few seconds: %s does not serve (%r); let this user "
             "write there, or remove it",
@@ -194,7 +203,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
 
 
 def _own_root() -> Path:
-    """Return the cache's folder, made. Raises OSError if another user may write there."""
+    """Make the cache's folder if need be, and return it. Raises OSError if another user may write there."""
     root = cache_root()
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if problem := exposure(root.resolve()):
@@ -203,7 +212,7 @@ def _own_root() -> Path:
 
 
 def exposure(folder: Path) -> str | None:
-    """Say how another user may have written into the folder; None if nobody may."""
+    """Say why another user may have written into the folder; None if no other user can have."""
     found = folder.stat()
     if found.st_uid not in (0, os.geteuid()):
         return f"{folder} belongs to user {found.st_uid}"
@@ -226,12 +235,13 @@ def _compile_into(folder: Path, function: Callable[[Any], None]) -> Any:
 
 
 def _cached(function: Callable[[Any], None], folder: Path) -> Any:
-    users = numba.config.CACHE_DIR
+    """Compile the function into a cache in this folder, or load it from there."""
+    configured = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(folder)
     try:
         return numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
     finally:
-        numba.config.CACHE_DIR = users
+        numba.config.CACHE_DIR = configured
 
 
 def _is_whole(folder: Path) -> bool:
@@ -245,7 +255,7 @@ def _checksum(folder: Path) -> str:
 
 
 def cache_root() -> Path:
-    """Return the folder of compiled code: Numba's own setting, or one of the user's cache folder."""
+    """Return the folder for compiled code: the one in Numba's own setting, else one in the user's cache folder."""
     return Path(
         numba.config.CACHE_DIR
         or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels"
@@ -253,9 +263,12 @@ def cache_root() -> Path:
 
 
 def _digest(function: Callable[[Any], None]) -> str:
-    """Return a name for the machine code of this function, what it closes over and its helpers' sources."""
+    """Return a name for the function's machine code: a hash of everything that the code depends on.
+
+    That is the function, the values it closes over, its helpers, the processor, Numba and Python.
+    """
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
-    # other values are helpers, in the sources
+    # the other values are helpers: the hash has their sources
     constants = [value for value in contents if isinstance(value, (int, str, types.Type))]
     written = Path(function.__code__.co_filename).stat().st_mtime_ns
     processor = cpu_target.target_context.codegen().magic_tuple()
@@ -271,7 +284,10 @@ def _digest(function: Callable[[Any], None]) -> str:
 
 @cache
 def _run_in_team() -> Callable[[Any, Any, int], None]:
-    """Return how to call an entry in all threads: on torch's OpenMP team, as two pools would fight for the cores."""
+    """Return a function that calls a kernel's entry in several threads.
+
+    The threads are torch's OpenMP team if possible, because a second pool would compete with it for the cores.
+    """
     library = _torch_libgomp()
     if library is not None:
         start = library.GOMP_parallel

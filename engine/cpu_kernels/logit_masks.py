@@ -16,9 +16,10 @@ NEVER = np.float32(-np.inf)
 
 
 def mask_rows(logits: Tensor, rows: Tensor, masked: Tensor, token_masks: Tensor) -> None:
-    """Put minus infinity where a row's mask has no 1, and behind its last word.
+    """Put minus infinity where a row's mask has no 1, and for the tokens after the mask's last word.
 
-    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, their numbers may not.
+    logits: [rows, vocabulary] float32 or bfloat16; rows may lie apart, the numbers of a row are adjacent.
+    masked: [masked rows, 2] int64, a place in `rows` and the number of its mask in token_masks.
     """
     assert logits.stride(1) == 1
     _kernel(logits.dtype)(
@@ -44,7 +45,7 @@ def _kernel(dtype: torch.dtype) -> Kernel:
             )
             for place in range(-(-vocab // WORD)):
                 word = words[place] if place < num_words else np.int32(0)
-                if word != -1:
+                if word != -1:  # otherwise all its tokens stay
                     first = place * WORD
                     own = logits[first : first + WORD]  # fewer at the end
                     for i in range(len(own)):

@@ -1,4 +1,4 @@
-"""Products with weights in 4 or 8 bits: a block of them is unpacked into the cache, and meets all rows there."""
+"""Products with weights in 4 or 8 bits: a block is unpacked into the cache and multiplied there with all rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCALES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat
 
 
 def block(kind: str, group: int) -> int | None:
-    """Return the columns that are unpacked together, a divisor of the group; None if such a weight stays slow here."""
+    """Return how many columns are unpacked together, a divisor of the group; None if the kernel would be slow."""
     if not HAS_LONG_VECTORS:
         return None
     per_word = 32 // BITS[kind]
@@ -59,7 +59,7 @@ def block(kind: str, group: int) -> int | None:
 
 
 def lay_out(words: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay a weight out by tiles of output features, filled up with zeros, see PackedKernels."""
+    """Lay a weight out by tiles of output features; zeros fill the last tile. See PackedKernels."""
     num_tiles = -(-len(words) // TILE)
     added = num_tiles * TILE - len(words)
     tiles = F.pad(words, (0, 0, 0, 0, 0, added)).view(num_tiles, TILE, -1, 4)
@@ -132,7 +132,8 @@ def _add_products(
 ) -> Any:  # fmt: skip
     """sums[row] += scales * (x[row] . weights) for 1 to ROWS rows and a tile of output features.
 
-    weights: unpacked by `_unpack_block` if kind is "", `steps` of them; else codes, which are unpacked on the way.
+    weights: if kind is "", already unpacked by `_unpack_block`; otherwise codes of that kind, which are unpacked here.
+    steps: how many unpacked vectors or words of codes there are for each output feature.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -154,15 +155,16 @@ def _add_products(
 def _emit_products(
     builder: Any, args: Any, num_rows: int, kind: str, scale_kind: str, element: Any
 ) -> None:
-    """Emit `_add_products` for a number of rows: their sums stay in registers."""
+    """Emit the code of `_add_products` for this number of rows. Their sums stay in registers."""
     emit = _Unpacker(builder, kind or "int8", element)
     x, row_bytes, weight, zero, steps, scale, total = args[:7]
     slots = [
         [cgutils.alloca_once_value(builder, emit.zero()) for _ in range(VECTORS)]
         for _ in range(num_rows)
     ]
-    for slot in (slot for row in slots for slot in row):
-        builder.store(emit.zero(), slot)
+    for row in slots:
+        for slot in row:
+            builder.store(emit.zero(), slot)
     subtracted = [emit.load_zeros(zero, v) for v in range(VECTORS)] if kind else []
     num_factors = emit.steps if kind else 1
     factor_kind = F32 if element == FLOAT32 else I32
@@ -192,7 +194,7 @@ def _emit_products(
 
 
 class _Unpacker(Emitter):
-    """Emits the vectors of weights that codes stand for: one for two input features in bfloat16, else for each.
+    """Emits vectors of the weights that codes stand for. A vector has one input feature, or two if they are bfloat16.
 
     A word of four bytes holds the codes of adjacent input features for one output feature, see engine.layers.packed.
     """
@@ -225,6 +227,7 @@ class _Unpacker(Emitter):
         zeros = self._builder.zext(loaded, self._lanes)
         if not self._looks_up():
             return zeros
+        # 16 - zero point in each of a word's four bytes, for `_look_up_int4`
         sixteen = self._builder.sub(self._all(16), zeros)
         return self._builder.mul(sixteen, self._all(0x01010101))
 
@@ -242,7 +245,7 @@ class _Unpacker(Emitter):
         return self._builder.bitcast(self._builder.shl(wide_bits, self._all(16)), self._floats)
 
     def unpack(self, address: Any, vector: int, zeros: Any) -> list[Any]:
-        """Load one word of each output feature, and return its weights without their scale."""
+        """Load one word of each output feature, and return the weights in the words, not yet multiplied by scales."""
         words = self.load_pairs(address, vector * VECTOR_BYTES)
         if self._looks_up():
             if self._kind == "int4":
@@ -250,6 +253,7 @@ class _Unpacker(Emitter):
             if self._kind == "fp8":
                 return self._look_up_fp8(words)
             return self._look_up_numbers(words)
+        # codes of adjacent input features alternate between the halves of a word
         numbers = [
             self._number(words, half + self._bits * step, zeros)
             for step in range(16 // self._bits)
@@ -263,7 +267,7 @@ class _Unpacker(Emitter):
         return self._kind != "int8" and self._pairs and LOOKS_UP_WORDS
 
     def _look_up_int4(self, words: Any, sixteen_less_zeros: Any) -> list[Any]:
-        """code + 16 - zero point is the place of code - zero point in a table of 32 numbers."""
+        """Look up each code - zero point in a table of the numbers -16 to 15, at index code + 16 - zero point."""
         builder = self._builder
         low = self._all(0x0F0F0F0F)
         places = [
@@ -274,12 +278,12 @@ class _Unpacker(Emitter):
         return [self._look_up(range(-16, 16), each) for each in places]
 
     def _look_up_numbers(self, words: Any) -> list[Any]:
-        """The code is the place of its number; the fifth bit of a place is another code's, and does not count."""
+        """Look up each code's number. The table has them twice, as the fifth bit of a place belongs to another code."""
         shifted = [self._builder.lshr(words, self._all(shift)) for shift in (0, 4, 8, 12)]
         return [self._look_up(NUMBERS[self._kind] * 2, each) for each in shifted]
 
     def _look_up_fp8(self, words: Any) -> list[Any]:
-        """The bits of e4m3 are those of a bfloat16 with another bias, except in numbers below 2^-6."""
+        """Turn e4m3 into bfloat16: its bits are shifted, and the bias corrected. Numbers below 2^-6 are looked up."""
         builder = self._builder
         vectors = []
         for each in (words, builder.lshr(words, self._all(8))):
@@ -297,7 +301,7 @@ class _Unpacker(Emitter):
         return vectors
 
     def _look_up(self, numbers: Any, places: Any) -> Any:
-        """Return the bfloat16 at each place, of which the five lowest bits of 16 count."""
+        """Look up a bfloat16 for each place of 16 bits; its five lowest bits count."""
         words16 = ir.VectorType(I16, 2 * LANES)
         bits = torch.tensor(list(numbers), dtype=torch.bfloat16).view(torch.int16).tolist()
         kind = ir.FunctionType(words16, [words16, words16])
@@ -308,7 +312,7 @@ class _Unpacker(Emitter):
         return self._builder.bitcast(found, self._lanes)
 
     def _look_up_floats(self, places: Any) -> Any:
-        """Return the number at each place, of which the four lowest bits count; as bfloat16 holds it for pairs."""
+        """Look up the number at each place; a place's four lowest bits count. Pairs get numbers rounded to bfloat16."""
         dtype = torch.bfloat16 if self._pairs else torch.float32
         numbers = torch.tensor(NUMBERS[self._kind], dtype=dtype).tolist()
         kind = ir.FunctionType(self._floats, [self._floats, self._lanes])
@@ -316,7 +320,7 @@ class _Unpacker(Emitter):
         return self._builder.call(function, (self._floats(numbers), places))
 
     def _number(self, words: Any, shift: int, zeros: Any) -> Any:
-        """Return the numbers from bit `shift` on, as float32."""
+        """Return as float32 the numbers that the words' codes from bit `shift` on stand for."""
         builder = self._builder
         shifted = builder.lshr(words, self._all(shift))
         if self._kind in NUMBERS:
@@ -324,6 +328,7 @@ class _Unpacker(Emitter):
         codes = builder.and_(shifted, self._all((1 << self._bits) - 1))
         if self._kind in INTEGERS:
             return builder.sitofp(builder.sub(codes, zeros), self._floats)
+        # fp8: its bits are moved to where float16 has sign, exponent and mantissa
         sign = builder.shl(builder.and_(codes, self._all(0x80)), self._all(8))
         magnitude = builder.and_(codes, self._all(0x7F))
         rest = builder.shl(magnitude, self._all(10 - FP8_MANTISSA_BITS))
@@ -370,6 +375,7 @@ def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
             tile, first = task % num_tiles, task // num_tiles * CHUNK
             rows = min(num_rows - first, CHUNK)
             columns = min(out_features - tile * TILE, TILE)
+            # each row's sums begin with the bias
             totals = carray(pointer_to(sums, FLOAT32), (rows, TILE))
             for n in range(TILE):
                 added = FLOAT32(0)
@@ -385,6 +391,7 @@ def _kernel(kind: str, dtype: torch.dtype, scale_dtype: torch.dtype) -> Kernel:
                 scale = scales + (group * width + tile * TILE) * scale_bytes
                 zero = zeros + (group * width + tile * TILE) * zero_bytes
                 row = x + first * row_step + number * block * element_bytes
+                # few rows: codes are unpacked in registers.  more rows: they are unpacked once, into the cache
                 if rows <= ROWS:
                     _add_products(
                         row, row_step, code, zero, words, scale, sums, rows,

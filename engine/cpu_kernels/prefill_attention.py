@@ -44,9 +44,10 @@ NO_LIMIT = 2**31  # tokens: above what any sequence has
 class PrefillTasks:
     """The tasks of a launch: each is up to TASK_LANES queries of one KV head over a span of tokens.
 
-    Queries of a KV head are its group's heads, row after row; a task's are adjacent.
-    rows, positions: [rows] int64, of the step's query, and the tokens before each in its sequence.
-    table, first, count: [tasks] int64, the sequence whose block table it reads, its first query and how many.
+    The queries of a KV head are numbered row after row, and in a row by the heads of its group.
+    rows: [rows] int64, the rows of the step's query.  positions: [rows] int64, their positions in their sequences.
+    table: [tasks] int64, the sequence whose block table a task reads.
+    first, count: [tasks] int64, a task's first query, and how many queries it has from there on.
     begin, end: [tasks] int64, the span; end may be beyond what a query sees.
     """
 
@@ -69,25 +70,27 @@ def tasks_of_sequences(
     *,
     reach: int = 0,
 ) -> PrefillTasks:
-    """Make tasks for the tokens that sequences see from `begins` on, the longest first if all are causal.
+    """Make tasks in which each sequence's queries attend to its tokens from `begins` on.
 
-    starts: [seqs], the first row of each in the query.  tables: [seqs], each one's block table.
-    reach: tokens behind its own that a query sees as well; a window has them in it.
+    starts: [seqs], each sequence's first row in the query.  tables: [seqs], the number of its block table.
+    reach: how many tokens after its own a query sees as well; a window's length includes them.
+    Without a reach, the longest tasks come first.
     """
-    rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(
-        query_lens.sum()
-    )
+    queries_before = np.cumsum(query_lens) - query_lens
+    rows = np.repeat(starts - queries_before, query_lens) + np.arange(query_lens.sum())
     lens_before = context_lens - query_lens
     positions = rows + np.repeat(lens_before - starts, query_lens)
-    counts = -(-query_lens * group // TASK_LANES)
-    seqs = np.repeat(np.arange(len(counts)), counts)
-    firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * TASK_LANES
-    if not reach:  # else they are alike, and adjacent ones find a sequence's keys in the cache
+    num_tasks = -(-query_lens * group // TASK_LANES)
+    tasks_before = np.cumsum(num_tasks) - num_tasks
+    seqs = np.repeat(np.arange(len(num_tasks)), num_tasks)
+    firsts = (np.arange(len(seqs)) - np.repeat(tasks_before, num_tasks)) * TASK_LANES
+    if not reach:  # with a reach tasks are equally long; in this order they find a sequence's keys in the cache
+        # the tasks whose first query sees the most tokens come first
         order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
         seqs = seqs[order]
         firsts = firsts[order]
     counts = np.minimum(TASK_LANES, query_lens[seqs] * group - firsts)
-    firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
+    firsts = firsts + queries_before[seqs] * group
     parts = (
         rows,
         positions + reach,
@@ -107,22 +110,23 @@ def tasks_of_prefixes(
     context_lens: NDArray[np.int64],
     group: int,
 ) -> PrefillTasks | None:
-    """Make tasks for shared prefixes: the queries of all their sequences over each."""
+    """Make tasks in which the queries of all sequences with a shared prefix attend to the prefix."""
     if not prefixes:
         return None
     parts = []
     num_rows = 0
     for prefix in prefixes:
         lens = query_lens[prefix.seqs]
+        # each new token's number among its sequence's new tokens
         within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
         rows = np.repeat(starts[prefix.seqs], lens) + within
         positions = np.repeat(context_lens[prefix.seqs] - lens, lens) + within
         firsts = np.arange(0, len(rows) * group, TASK_LANES)
-        every = np.ones_like(firsts)
-        parts.append((
-            rows, positions, every * prefix.seqs[0], firsts + num_rows * group,
-            np.minimum(TASK_LANES, len(rows) * group - firsts), every * 0, every * prefix.num_tokens,
-        ))  # fmt: skip
+        counts = np.minimum(TASK_LANES, len(rows) * group - firsts)
+        tables = np.full_like(firsts, prefix.seqs[0])
+        begins = np.zeros_like(firsts)
+        ends = np.full_like(firsts, prefix.num_tokens)
+        parts.append((rows, positions, tables, firsts + num_rows * group, counts, begins, ends))
         num_rows += len(rows)
     return PrefillTasks(
         *(torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
@@ -130,7 +134,7 @@ def tasks_of_prefixes(
 
 
 def state_shape(query: Tensor) -> tuple[int, int, int]:
-    """Return the shape of a prefix's kept state: of each head float32 sums, highest score and total."""
+    """Return the shape of a prefix's kept state, float32: each head's sums, then its highest score and its total."""
     num_rows, num_heads, head_dim = query.shape
     return num_rows, num_heads, head_dim + 2
 
@@ -155,8 +159,8 @@ def prefill_attention(
     """Attend with each task's queries to its span, and write to the same rows of `out`.
 
     Shapes and dtypes as for decode_attention. A row has the same bits whatever rows are computed with it.
-    state: of `state_shape`. With keeps_state it is written in place of `out`, otherwise a task whose span
-    does not begin at 0 goes on from it; at a multiple of TILE that gives the same bits as in one go.
+    state: of `state_shape`. With keeps_state it is written, and `out` is not. Otherwise a task whose span does not
+    begin at 0 starts from it. If the span begins at a multiple of TILE, the bits are those of one span from 0.
     """
     if not len(tasks.table):
         return
@@ -178,24 +182,24 @@ def prefill_attention(
 
 
 def _block_floats(head_dim: int) -> int:
-    """Count a block's scratch: queries and sums; eight numbers of each query."""
+    """Count the floats of a block's scratch: its queries, their sums, and eight more numbers for each query."""
     return (2 * head_dim + 8) * LANES
 
 
 def _scratch_floats(head_dim: int) -> int:
-    """Count one thread's scratch: blocks, scores, keys, values before and after a turn, the scale."""
+    """Count the floats of a thread's scratch: blocks, scores, keys, values before and after interleaving, the scale."""
     return BLOCKS * _block_floats(head_dim) + TILE * LANES + 3 * TILE * head_dim + LANES
 
 
 @helper()
 def _floats(address: Any, row: Any, length: Any) -> Any:
-    """Return row `row` of a matrix of float32 with so many columns."""
+    """Return row `row` of a matrix of float32 with `length` columns."""
     return carray(pointer_to(address + row * length * FLOAT_BYTES, float32), (length,))
 
 
 @helper()
 def _words(address: Any, row: Any, length: Any) -> Any:
-    """Return row `row` of a matrix of words of four bytes with so many columns."""
+    """Return row `row` of a matrix of words of four bytes with `length` columns."""
     return carray(pointer_to(address + row * length * FLOAT_BYTES, int32), (length,))
 
 
@@ -204,7 +208,7 @@ def _gather(
     rows: Any, pool: Any, table: Any, block_size: Any, kv_heads: Any, kv_head: Any, start: Any, first: Any,
     end: Any, num_words: Any,
 ) -> None:  # fmt: skip
-    """Fill rows with a tile's keys or values from token `start` on; zeros for those not in first..end."""
+    """Fill rows with the keys or values of a tile of tokens from `start` on, and zeros for those not in first..end."""
     block, offset = start // block_size, start % block_size
     for t in range(TILE):
         if first <= start + t < end:
@@ -223,6 +227,7 @@ def _gather(
 @helper(error_model="numpy")
 def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> None:
     """Write a matrix of words of four bytes with its columns as rows."""
+    # the rows and columns that make whole squares
     whole = (
         num_rows // LONGEST_VECTOR * LONGEST_VECTOR,
         num_columns // LONGEST_VECTOR * LONGEST_VECTOR,
@@ -238,6 +243,7 @@ def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> Non
         _words(source, 0, num_rows * num_columns),
         _words(target, 0, num_rows * num_columns),
     )
+    # the numbers outside the squares, one by one
     for i in range(num_rows):
         for j in range(whole[1] if i < whole[0] else 0, num_columns):
             turned[j * num_rows + i] = numbers[i * num_columns + j]
@@ -245,6 +251,7 @@ def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> Non
 
 @helper(error_model="numpy")
 def _hide(scores: Any, start: Any, lows: Any, highs: Any) -> None:
+    """Set scores to LEAST for the tokens outside lows..highs, which a query does not see."""
     for t in range(TILE):
         row = _floats(scores, t, LANES)
         token = np.int32(start + t)
@@ -261,6 +268,7 @@ def _cap(scores: Any, soft_cap: Any) -> None:
 
 @helper(fastmath={"contract", "nsz"}, error_model="numpy")
 def _lower(scores: Any, start: Any, owns: Any, slopes: Any) -> None:
+    """Lower scores by each query's slope times its distance to the token. owns: the queries' own positions."""
     for t in range(TILE):
         row = _floats(scores, t, LANES)
         token = np.int32(start + t)
@@ -274,7 +282,7 @@ def _kernel(
 ) -> Kernel:
     """A task is BLOCKS * LANES queries of one KV head, over the same tiles of keys and values.
 
-    Matrices are transposed, a query a lane. Words are float32, or two adjacent numbers in bfloat16.
+    Matrices are transposed, so that each lane is a query. A word is a float32, or two adjacent numbers in bfloat16.
     Source: arXiv:2205.14135.
     """
     element = ELEMENTS[dtype]
@@ -303,9 +311,8 @@ def _kernel(
         scores_at = scratch + BLOCKS * block_bytes
         keys_at = scores_at + TILE * lane_bytes
         values_at = keys_at + TILE * row_bytes
-        raw_at = (
-            values_at + (per_word - 1) * TILE * row_bytes
-        )  # before they are interleaved, if they are
+        # the values as gathered; those in bfloat16 are then interleaved into values_at
+        raw_at = values_at + (per_word - 1) * TILE * row_bytes
         scale_at = raw_at + TILE * row_bytes
         scales = _floats(scale_at, 0, LANES)
         for i in range(LANES):
@@ -319,6 +326,7 @@ def _kernel(
                 pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,)
             )
             begin, end = np.int64(NO_LIMIT), np.int64(0)
+            # each block's queries, transposed, and the tokens that each query sees
             for block in range(num_blocks):
                 queries_at = scratch + block * block_bytes
                 sums_at, state_at = queries_at + sums_offset, queries_at + state_offset
@@ -345,9 +353,7 @@ def _kernel(
                         sums_at + i * row_bytes,
                         literally(head_words),
                     )
-                    if (
-                        block * LANES + i + 1 < num_lanes
-                    ):  # those that are too many repeat the last query
+                    if block * LANES + i + 1 < num_lanes:  # lanes after the last query repeat it
                         member += 1
                         if member == group:
                             row, member = row + 1, 0
@@ -361,6 +367,7 @@ def _kernel(
                             sums[d * LANES + i] = state[d]
                         highest[i], totals[i] = state[head_dim], state[head_dim + 1]
                 begin, end = min(begin, np.int64(lows[0])), max(end, np.int64(highs[LANES - 1]) + 1)
+            # one tile of keys and values after the other, for all blocks
             for start in range(begin // TILE * TILE, end, TILE):
                 _gather(
                     keys_at,
@@ -420,6 +427,7 @@ def _kernel(
                             sums_at + d * lane_bytes, num_tokens // per_word, state_at + 2 * lane_bytes, True,
                             rows_of_value, VECTORS, element,
                         )  # fmt: skip
+            # each query's result, or its state
             for i in range(num_lanes):
                 own, block_at = i % LANES, scratch + i // LANES * block_bytes
                 if own == 0:

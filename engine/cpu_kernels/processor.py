@@ -1,4 +1,4 @@
-"""The instructions of this machine's processor, by the operating system's list; loads no torch."""
+"""The instruction set extensions of this machine's processor, as Linux lists them. Loads no torch."""
 
 import functools
 import platform
@@ -10,7 +10,7 @@ BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """Return the names of its extensions by Linux; none on another system or kind of processor."""
+    """Return Linux's names of the processor's extensions; none on another system or kind of processor."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Numbers and addresses that Numba has no name for, emitted as LLVM code.
+"""Operations on numbers and addresses that Numba does not have, emitted as LLVM code.
 
-Addresses are plain int64, counted in bytes. Numbers in memory are FLOAT32 or BFLOAT16, and are computed with as
+Addresses are plain int64, counted in bytes. Numbers in memory are FLOAT32 or BFLOAT16; kernels compute in
 float32.
 """
 
@@ -24,11 +24,11 @@ F32 = ir.FloatType()
 
 
 def helper(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for kernels alone: code by which Python would call it took a fifth of the time.
+    """Compile a function that only kernels call. Code for calls from Python is left out: it took a fifth of the time.
 
-    With fastmath it becomes part of each kernel that calls it. As a function of its own it would be linked with
-    whichever copy this process has already, whose sums may be in another order. So would a helper without fastmath that
-    calls it: none does.
+    A helper with fastmath is inlined into each kernel that calls it. Otherwise the kernel would be linked with a copy
+    of the helper that this process has already, and that copy may add in another order. A helper without fastmath is
+    not inlined, so it must not call a helper with fastmath.
     """
     wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiled: Callable[[Callable[..., Any]], Any] = njit(
@@ -38,13 +38,13 @@ def helper(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def emitted(kind: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of this signature of a function of LLVM's builder and the arguments."""
+    """Return a decorator that makes an intrinsic of a function (builder, *arguments). kind: its Numba signature."""
 
     def make(emit: Callable[..., Any]) -> Any:
         def typed(typing: Any, *_: Any) -> Any:
             return kind, lambda context, builder, signature, args: emit(builder, *args)
 
-        functools.update_wrapper(typed, emit)  # with its parameters, by which calls are read
+        functools.update_wrapper(typed, emit)  # Numba matches calls with emit's parameters
         return intrinsic(typed)
 
     return make
@@ -62,7 +62,7 @@ def pointer_to(typing: Any, address: Any, element: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any) -> Any:
-    """Point to row `index` of a matrix of the element type, whose rows are `stride` numbers apart."""
+    """Return a pointer to row `index` of a matrix of `element` numbers; its rows are `stride` numbers apart."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = builder.mul(builder.mul(args[1], args[2]), I64(element.dtype.bitwidth // 8))
@@ -87,7 +87,7 @@ def float_of(builder: Any, bits: Any) -> Any:
 
 @emitted(types.int32(FLOAT32))
 def magnitude_bits(builder: Any, number: Any) -> Any:
-    """Return the bits of |number|, a float32, as int32: they grow with it, and NaN's are above infinity's."""
+    """Return the bits of |number|, a float32, as int32. They are ordered as magnitudes are, NaN above infinity."""
     return builder.and_(builder.bitcast(number, I32), I32(0x7FFFFFFF))
 
 
@@ -109,7 +109,7 @@ def wide(typing: Any, number: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrow(typing: Any, number: Any, element: Any) -> Any:
-    """Round a float32 to the element type: the nearest, of two the even one; NaN stays NaN."""
+    """Round a float32 to the nearest number of the element type, in a tie to the even one; NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if element.dtype == FLOAT32:
@@ -118,7 +118,7 @@ def narrow(typing: Any, number: Any, element: Any) -> Any:
         upper = builder.lshr(bits, I32(16))
         half = builder.add(I32(0x7FFF), builder.and_(upper, I32(1)))
         rounded = builder.lshr(builder.add(bits, half), I32(16))
-        # by its bits: a comparison of floats may be left out where fast arithmetic made the number
+        # NaN is found by its bits: LLVM may drop a comparison of floats if fastmath made the number
         is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
         kept = builder.or_(upper, I32(0x40))
         return builder.trunc(builder.select(is_nan, kept, rounded), I16)
@@ -127,7 +127,7 @@ def narrow(typing: Any, number: Any, element: Any) -> Any:
 
 
 def widen(builder: Any, bits: Any, wide_bits: Any, floats: Any) -> Any:
-    """Emit bfloat16 as float32: the bits become the upper half. Scalars or vectors, of these LLVM types."""
+    """Emit the float32 of bfloat16 bits, a scalar or vector. wide_bits, floats: LLVM's types of the result."""
     shift = (
         wide_bits(16) if isinstance(wide_bits, ir.IntType) else wide_bits([16] * wide_bits.count)
     )

@@ -22,9 +22,9 @@ ONE = np.float32(1.0)
 
 
 def emit_exp(builder: Any, x: Any, floats: Any, integers: Any) -> Any:
-    """Emit exp(x) for x of 0 or less, float32 or a vector of it, 2e-7 relative: 2 ** n times exp of what is left.
+    """Emit exp(x) for x of 0 or less, a float32 or a vector, 2e-7 relative: 2 ** n times exp of the rest.
 
-    floats, integers: make constants of x's type, and of integers as wide.
+    floats, integers: functions that make constants of x's type, and of integers of the same width.
     """
 
     def multiply_add(a: Any, b: Any, c: Any) -> Any:
@@ -33,9 +33,8 @@ def emit_exp(builder: Any, x: Any, floats: Any, integers: Any) -> Any:
     lowest = floats(LOWEST)
     x = builder.select(builder.fcmp_ordered(">", lowest, x), lowest, x)  # NaN stays
     bits = integers(0).type
-    whole = builder.fptosi(
-        multiply_add(x, floats(LOG2_E), floats(-0.5)), bits
-    )  # the nearest: this cuts towards 0
+    # the nearest integer, as fptosi cuts towards 0
+    whole = builder.fptosi(multiply_add(x, floats(LOG2_E), floats(-0.5)), bits)
     n = builder.sitofp(whole, x.type)
     rest = x
     for part in LN2:

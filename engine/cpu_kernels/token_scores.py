@@ -1,4 +1,4 @@
-"""Log probabilities and ranks of given tokens: two passes over a row of logits, and one more for each token of it."""
+"""Log probabilities and ranks of given tokens: two passes over a row of logits, and one more for each given token."""
 
 from functools import cache
 from typing import Any
@@ -18,8 +18,8 @@ NOT_A_NUMBER = np.float32(np.nan)
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `score_tokens` of engine/run/forward/row_logprobs.py does, of float32 or bfloat16."""
-    firsts = torch.searchsorted(rows, torch.arange(len(logits) + 1))
+    """Compute as `score_tokens` of engine/run/forward/row_logprobs.py does. logits: float32 or bfloat16."""
+    firsts = torch.searchsorted(rows, torch.arange(len(logits) + 1))  # each row's first token
     logprobs = torch.empty(len(token_ids))
     ranks = torch.empty(len(token_ids), dtype=torch.int64)
     totals = torch.empty(len(logits))
@@ -39,7 +39,7 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
 
 @helper()
 def _highest(logits: Any) -> Any:
-    """Return the highest logit, NaN if not all are finite numbers or minus infinity."""
+    """Return the highest logit; NaN if any logit is NaN or infinity, or if all are minus infinity."""
     key = np.int32(LOWEST_KEY)
     for i in range(len(logits)):
         key = max(key, ordered_key(wide(logits[i])))

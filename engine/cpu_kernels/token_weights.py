@@ -1,4 +1,4 @@
-"""Keys and weights of tokens, for LLVM to make vector code of: 32 bits wide where Numba would take 64."""
+"""Keys and weights of tokens. They have 32 bits where Numba would take 64, so that LLVM makes vector code."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NOT_A_NUMBER = 0x7FFFFFFF
 
 @emitted(types.int32(FLOAT32))
 def ordered_key(builder: Any, logit: Any) -> Any:
-    """Return an int32 key in the order of the logits, float32; NaN is above all."""
+    """Return a float32 logit's key, int32: keys are ordered as the logits are, and the key of NaN is the highest."""
     bits = builder.bitcast(logit, I32)
     size = builder.and_(bits, I32(0x7FFFFFFF))
     is_negative = builder.icmp_signed("<", bits, I32(0))
@@ -23,7 +23,7 @@ def ordered_key(builder: Any, logit: Any) -> Any:
 
 @emitted(types.int32(FLOAT32, FLOAT32, FLOAT32))
 def exponent(builder: Any, logit: Any, highest: Any, rate: Any) -> Any:
-    """Return the exponents of `weigh` of engine/sampling/draws.py, int32. No logit is above highest."""
+    """Return a logit's exponent, int32, as `weigh` of engine/sampling/draws.py does. No logit is above highest."""
     steps = builder.fmul(builder.fsub(logit, highest), rate)
     least = F32(LOWEST_EXPONENT)
     return builder.fptosi(
@@ -33,7 +33,8 @@ def exponent(builder: Any, logit: Any, highest: Any, rate: Any) -> Any:
 
 @emitted(types.int64(types.int32))
 def weight(builder: Any, exponent: Any) -> Any:
-    """Return the weight, int64, of an exponent: the rest of `weigh`, each operation rounded alone."""
+    """Return the weight, int64, of an exponent, as `weigh` does. Each operation is rounded: none are fused."""
+    # a polynomial of a number from 1 to 2, the mantissa; then the exponent's bits are added
     bits = builder.or_(builder.and_(exponent, I32(MANTISSA)), I32(ONE))
     mantissa = builder.bitcast(bits, F32)
     first, *others, last = (F32(number) for number in COEFFICIENTS)

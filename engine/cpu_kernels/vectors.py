@@ -36,7 +36,7 @@ def score_tokens(
     """scores[row, token] = queries[row] . keys[token] for `rows` adjacent rows of `head_dim` numbers.
 
     Strides are in bytes, between two keys and between two rows of scores. rows and head_dim are literals,
-    element is the type of queries and keys; scores are float32.
+    element is the type of queries and keys; scores are float32. ahead: the keys or values to prefetch meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -89,7 +89,8 @@ def add_weighted(
     """outputs[row] += sum over tokens of weights[row, token] * values[token].
 
     Strides are in bytes, between two rows of weights and between two values; the outputs' rows are adjacent.
-    rows and head_dim are literals, element is the type of values; weights and outputs are float32.
+    rows and head_dim are literals, element is the type of values; weights and outputs are float32. ahead: the keys or
+    values to prefetch meanwhile.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -120,7 +121,8 @@ def add_outer_products(
 
     sums and vectors have rows of `num_vectors` vectors of LONGEST_VECTOR words, one after the other; strides are in
     bytes. Words are float32; those of factors and vectors may be pairs of bfloat16, whose products are both added.
-    by: a row of float32; with `adds` it multiplies what sums held, to which is added, otherwise the result.
+    by: a row of float32 factors. With `adds`, they multiply the old sums, and the result is added to those; otherwise
+    they multiply the result, which replaces the old sums.
     adds, rows, num_vectors: literals.  element: the type of factors and vectors.
     """
 
@@ -151,11 +153,11 @@ def add_outer_products(
 def soften(
     typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, element: Any
 ) -> Any:
-    """Replace scores[token] by softmax numerators; as pairs of two tokens' bfloat16 if that is the element.
+    """Replace scores[token] by softmax numerators: float32, or pairs of two tokens' bfloat16 if element is bfloat16.
 
     scores: `tokens` rows of `num_vectors` vectors of LONGEST_VECTOR float32, an even number of rows.
-    state: three such rows: the highest score and the total so far, and a place for what earlier sums are to be
-    multiplied by.  num_vectors: a literal.
+    state: three such rows. They hold the highest scores so far and the totals so far, and receive the factors by which
+    earlier sums are to be multiplied.  num_vectors: a literal.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -179,7 +181,8 @@ def soften(
             totals.append(cgutils.alloca_once_value(builder, total))
         with cgutils.for_range(builder, builder.udiv(tokens, I64(step))) as loop:
             row = builder.add(score, builder.mul(loop.index, I64(step * emit.row_bytes)))
-            place = builder.add(score, builder.mul(loop.index, I64(emit.row_bytes)))  # read by now
+            # the scores at this place have been read
+            place = builder.add(score, builder.mul(loop.index, I64(emit.row_bytes)))
             for slot, top, at in zip(totals, tops, offsets, strict=True):
                 weights = []
                 for i in range(step):
@@ -196,7 +199,7 @@ def soften(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def copy_words(typing: Any, source: Any, target: Any, num_words: Any) -> Any:
-    """Copy as many words of four bytes. num_words: a literal."""
+    """Copy `num_words` words of four bytes. num_words: a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(builder, num_words.literal_value, FLOAT32)
@@ -209,7 +212,7 @@ def copy_words(typing: Any, source: Any, target: Any, num_words: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -> Any:
-    """Write the pairs of two rows of bfloat16, `length` words of four bytes. length: a literal."""
+    """Write two rows of `length` bfloat16 as one row of words: each word has a number of both. length: a literal."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(builder, length.literal_value, types.uint16)
@@ -226,7 +229,7 @@ def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -
 def transpose_square(
     typing: Any, source: Any, source_step: Any, target: Any, target_step: Any
 ) -> Any:
-    """Write LONGEST_VECTOR rows of as many floats as columns. Steps: bytes between two rows."""
+    """Transpose a square of floats, LONGEST_VECTOR rows and columns, into target. Steps: bytes between two rows."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(builder, LONGEST_VECTOR, FLOAT32)
@@ -236,7 +239,8 @@ def transpose_square(
             emit.load(builder.add(source, builder.mul(I64(i), source_step)), 0) for i in range(size)
         ]
         apart = size // 2
-        while apart:  # blocks off the diagonal change places, ever smaller ones
+        # swap the two blocks off the diagonal; then do the same in each of the four blocks, and so on
+        while apart:
             upper = [lane if not lane & apart else lane + size - apart for lane in range(size)]
             lower = [lane + apart if not lane & apart else lane + size for lane in range(size)]
             for i in range(size):
@@ -254,12 +258,12 @@ def transpose_square(
 
 
 def _void(num_args: int, *constants: Any) -> Any:
-    """Return a signature with literals and types: Numba keeps an intrinsic's code under it alone."""
+    """Return an intrinsic's signature, with its literals and types: Numba tells its variants apart by this alone."""
     return types.void(*[types.int64] * num_args, *constants)
 
 
 def _vector_length(head_dim: int) -> int:
-    """Return the longest vector that divides a head."""
+    """Return the length of the longest vector that divides a head: a power of two, at most LONGEST_VECTOR."""
     return min(LONGEST_VECTOR, head_dim & -head_dim)
 
 
@@ -281,6 +285,7 @@ class Emitter:
         return self._splat_float(0.0)
 
     def load(self, address: Any, offset: int) -> Any:
+        """Load a vector of numbers as float32."""
         stored = self._type if self._is_wide else ir.VectorType(I16, self._length)
         loaded = self._builder.load(self._pointer(address, offset, stored))
         loaded.align = self._element_bytes
@@ -298,16 +303,15 @@ class Emitter:
         self._builder.store(vector, self._pointer(address, offset, vector.type)).align = FLOAT_BYTES
 
     def prefetch(self, address: Any) -> None:
-        """Prefetch one row of head_dim numbers; in the first cache a block would evict the last."""
+        """Prefetch one row of head_dim numbers into the second cache: in the first, it would evict the block in use."""
         byte = ir.IntType(8).as_pointer()
         flag = I32
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
         for offset in range(0, self.row_bytes, CACHE_LINE):
             line = self._builder.inttoptr(self._builder.add(address, I64(offset)), byte)
-            self._builder.call(
-                function, (line, flag(0), flag(2), flag(1))
-            )  # to read, into L2, data
+            # 0: for reading.  2: into the second cache.  1: data
+            self._builder.call(function, (line, flag(0), flag(2), flag(1)))
 
     def splat(self, number: Any) -> Any:
         nothing = ir.VectorType(number.type, self._length)(ir.Undefined)
@@ -333,7 +337,7 @@ class Emitter:
         return c
 
     def pair(self, low: Any, high: Any) -> Any:
-        """Return words of two bfloat16 each, of two vectors of float32, 0 or more, rounded to the nearest."""
+        """Round two vectors of float32, 0 or more, to the nearest bfloat16; return words that hold a number of each."""
         builder = self._builder
         half = self._splat_int(0x8000)
         low, high = (builder.add(builder.bitcast(each, self._words), half) for each in (low, high))
@@ -341,7 +345,7 @@ class Emitter:
         return builder.or_(builder.lshr(low, self._splat_int(16)), upper)
 
     def larger(self, a: Any, b: Any) -> Any:
-        """Return the larger of each two; b where one is NaN."""
+        """Return the larger number of each lane; that of b where either is NaN."""
         return self._builder.select(self._builder.fcmp_ordered(">", a, b), a, b)
 
     def exp(self, x: Any) -> Any:
@@ -349,7 +353,7 @@ class Emitter:
         return emit_exp(self._builder, x, self._splat_float, self._splat_int)
 
     def unless_least(self, numbers: Any, scores: Any) -> Any:
-        """Return the numbers, 0 where a score is LEAST: one that is not seen."""
+        """Return the numbers, with 0 where the score is LEAST: the query does not see that token."""
         seen = self._builder.fcmp_unordered(">", scores, self._splat_float(float(LEAST)))
         return self._builder.select(seen, numbers, self.zero())
 
@@ -379,9 +383,10 @@ class Emitter:
     ) -> None:
         """Add to each row of sums, for k below `steps`, the vectors load(k) times the row's factor of k.
 
-        load may give words of pairs, then the factors are such too.
-        factors: an address, and the bytes between two rows' and between two steps' factors.  before(offset, number of
-        the vector): what a vector of sums begins with.  after: vectors that multiply the results, None for none.
+        load may return words that are pairs of bfloat16; then the factors are pairs too.
+        factors: the address of the first, the bytes from row to row, and the bytes from step to step.
+        before(offset, number of the vector): what a vector of sums begins with.
+        after: vectors that the results are multiplied by, or None.
         """
         builder = self._builder
         factor, row_step, k_step = factors
@@ -420,7 +425,7 @@ class Emitter:
         return self._length >= 4
 
     def sum_four(self, vectors: Any) -> Any:
-        """Sum each of four vectors into one of four: half the instructions of four times `sum`."""
+        """Sum each of four vectors, and return a vector of the four sums. `sum` would take twice the instructions."""
         builder = self._builder
         width = self._length // 4
 
@@ -428,6 +433,7 @@ class Emitter:
             return builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
 
         def halved(a: Any, b: Any, part: int) -> Any:
+            """Add the upper half of each part to its lower half; the two vectors become one."""
             starts = range(0, 2 * self._length, part)
             lower = [start + i for start in starts for i in range(part // 2)]
             return builder.fadd(
@@ -443,14 +449,15 @@ class Emitter:
         return shuffle(total, total, [i * (self._length // 4) for i in range(4)])
 
     def sum(self, vector: Any) -> Any:
-        lengths = self._length
+        """Return the sum of a vector's numbers."""
+        half = self._length
         builder = self._builder
-        while lengths > 1:  # add the upper half to the lower one
-            lengths //= 2
-            lanes = ir.VectorType(I32, lengths)
-            half = ir.VectorType(F32, 2 * lengths)(ir.Undefined)
-            lower = builder.shuffle_vector(vector, half, lanes(list(range(lengths))))
-            upper = builder.shuffle_vector(vector, half, lanes(list(range(lengths, 2 * lengths))))
+        while half > 1:  # add the upper half to the lower one
+            half //= 2
+            lanes = ir.VectorType(I32, half)
+            unused = ir.VectorType(F32, 2 * half)(ir.Undefined)
+            lower = builder.shuffle_vector(vector, unused, lanes(list(range(half))))
+            upper = builder.shuffle_vector(vector, unused, lanes(list(range(half, 2 * half))))
             vector = builder.fadd(lower, upper)
         return builder.extract_element(vector, I32(0))
 

@@ -12,7 +12,10 @@ from engine.layers.weighted_module import WeightedModule, fill
 
 
 class VocabParallelEmbedding(WeightedModule):
-    """The embedding, weight [this rank's vocabulary, hidden]; zeros pad the share of a rank that has fewer rows."""
+    """The token embedding, split over the ranks.
+
+    weight: [rows of a rank, hidden]; zeros are at its end on a rank that has fewer rows than the others.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype
@@ -47,7 +50,7 @@ def look_up(token_ids: Tensor, weight: Tensor, rows: Share, tp: TensorParallel) 
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Turns hidden states into logits. Tied to the embedding by sharing its weight parameter.
+    """Turns hidden states into logits. If it is tied to the embedding, both have the same weight parameter.
 
     instead: multiplies in place of the weight in a deterministic engine.
     """
@@ -59,7 +62,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.instead: TiledProduct | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Turn hidden [samples, hidden] into logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
+        """Turn hidden [samples, hidden] into logits [samples, vocabulary] on rank 0, a part of them on others."""
         part = linear(hidden, self.weight) if self.instead is None else self.instead(hidden, None)
         return self.tp.gather(part)[:, : self.rows.total]
 

@@ -1,4 +1,4 @@
-"""The gated delta net: in place of attention a short convolution and, for each head, a matrix that tokens correct.
+"""The gated delta net replaces attention by a short convolution and a matrix for each head, which each token corrects.
 
 Source: arXiv:2412.06464. It is computed in chunks of tokens, by matrix products, as in arXiv:2406.06484.
 """
@@ -29,9 +29,10 @@ NORM_EPS = 1e-6  # of queries' and keys' lengths, whatever config.json says
 class DeltaHeads:
     """The heads of a layer, or of one rank.
 
-    num_heads: of queries and keys.  group: heads of values that share one of them.  key_dim, value_dim: of a head.
-    kernel_size: tokens that the convolution sees.  eps: of the norm behind.
-    interleaved: a checkpoint's tensors have the rows of a head together, head after head.
+    num_heads: the heads of queries and of keys.  group: the heads of values that share a head of keys.
+    key_dim, value_dim: the numbers of a head's key and of its value.  kernel_size: tokens that the convolution sees.
+    eps: of the norm after the heads.
+    interleaved: a checkpoint's tensors are ordered by head, and hold all matrices' rows of a head together.
     """
 
     num_heads: int
@@ -44,7 +45,10 @@ class DeltaHeads:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return how many numbers each projection has for a head: q, k and v are convolved."""
+        """Return how many numbers each projection has for a head.
+
+        q, k and v are convolved. z is the gate of the output, b becomes the rate and a the decay.
+        """
         values = self.group * self.value_dim
         return {
             "q": self.key_dim,
@@ -61,11 +65,14 @@ class DeltaHeads:
         return 2 * self.key_dim + self.group * self.value_dim
 
     def share(self, tp: TensorParallel) -> "DeltaHeads":
-        """Return this rank's heads. Raises ConfigError."""
+        """Return this rank's heads. Raises ConfigError if the ranks cannot share them evenly."""
         return replace(self, num_heads=tp.share(self.num_heads, "key heads of a delta net").length)
 
     def states(self, layer: int, dtype: torch.dtype) -> list[StateShape]:
-        """Return the shapes of a sequence's states: tokens that the convolution sees again; matrices, transposed."""
+        """Return the shapes of a sequence's states.
+
+        They are the tokens that the convolution sees again, and the heads' matrices, transposed.
+        """
         seen = (self.num_heads, self.kernel_size - 1, self.num_channels)
         matrices = (self.num_heads, self.group, self.value_dim, self.key_dim)
         return [
@@ -77,9 +84,10 @@ class DeltaHeads:
 def fill_heads(
     place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool
 ) -> None:
-    """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch.
+    """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch for another size.
 
-    place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: the tensor has them head by head.
+    place: [heads, rows, ...].  sizes: each matrix's rows for a head.
+    together: in the tensor, a head's rows of all matrices are adjacent; otherwise a matrix's rows of all heads are.
     """
     period = sum(sizes)
     row_shape = tensor.shape[1:]
@@ -97,7 +105,10 @@ def fill_heads(
 
 
 class DeltaProjection(ReplicatedLinear):
-    """All projections of the input, this rank's heads one after the other, with the numbers of DeltaHeads.rows each."""
+    """All projections of the input as one layer.
+
+    Its rows are ordered by head, of this rank's heads; each head has the rows that DeltaHeads.rows counts.
+    """
 
     def __init__(
         self, in_features: int, heads: DeltaHeads, share: Share, *, dtype: torch.dtype
@@ -114,19 +125,19 @@ class DeltaProjection(ReplicatedLinear):
         return []
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
-        """Copy the matrices that `shard` names."""
+        """Copy the matrices that `shard` names, one letter each: keys of DeltaHeads.rows."""
         assert shard is not None
         rows = self.heads.rows
         sizes = [rows[kind] for kind in shard]
-        start = sum(list(rows.values())[: list(rows).index(shard[0])])
-        place = self.weight.view(self.share.length, -1, self.in_features)[
-            :, start : start + sum(sizes)
-        ]
+        kinds_before = list(rows)[: list(rows).index(shard[0])]
+        start = sum(rows[kind] for kind in kinds_before)
+        rows_of_heads = self.weight.view(self.share.length, -1, self.in_features)
+        place = rows_of_heads[:, start : start + sum(sizes)]
         fill_heads(place, tensor, sizes, self.share, together=self.heads.interleaved)
 
 
 class GatedDeltaNet(WeightedModule):
-    """One layer's gated delta net, this rank's heads of it."""
+    """One layer's gated delta net, with this rank's heads."""
 
     def __init__(
         self,
@@ -162,7 +173,10 @@ class GatedDeltaNet(WeightedModule):
         memory: Sequence[Tensor],
         rows: Tensor | None = None,
     ) -> Stream:
-        """Return the residual stream after it, of `rows` alone if given. memory: the pool's states of this layer."""
+        """Return the residual stream after this layer, only its `rows` if given.
+
+        memory: the pool's states of this layer.
+        """
         assert parts is not None, "a model with states has parts in each step"
         normed, total = stream.normed(norms.before)
 
@@ -183,17 +197,18 @@ class GatedDeltaNet(WeightedModule):
         return norms.joined(total, self.out_proj(mixed))
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Find the convolution's weight by the checkpoint's name too."""
+        """Find also the convolution's weight, which a checkpoint names conv1d.weight."""
         return super().place_of(name.removesuffix(".weight"))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's part of `tensor` into parameter `name`."""
         rows = self.heads.rows
-        sizes = [rows[kind] for kind in ("qkv" if name == "conv1d" else "a")]
+        kinds = "qkv" if name == "conv1d" else "a"  # A_log and dt_bias have a's rows
+        sizes = [rows[kind] for kind in kinds]
         fill_heads(self.get_parameter(name), tensor, sizes, self.share, together=False)
 
     def finish_loading(self) -> None:
-        """Lay out the weights as they are read."""
+        """Lay out the weights as `mix` reads them."""
         conv = self.conv1d.squeeze(2).mT.contiguous()
         self.weights = (conv, -self.A_log.exp(), self.dt_bias.data, self.norm.weight.data)
 
@@ -205,7 +220,7 @@ def mix(
     weights: Sequence[Tensor],
     heads: DeltaHeads,
 ) -> Tensor:
-    """Compute what is between the two products: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
+    """Compute between input and output projection: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
 
     memory: the states in the pool, [rows, *shape] each; they are advanced by all parts of the batch.
     weights: float32, the convolution's [heads, kernel, channels], decay and its bias [heads, group], norm [value_dim].
@@ -226,7 +241,8 @@ def mix(
             before = [torch.zeros_like(pool[:1]) for pool in memory]
         mixed, after = _advance(x[None, part.start : part.end], before, weights, heads)
         out[part.start : part.end] = mixed[0]
-        for row in (part.target, part.saved) if part.saved >= 0 else (part.target,):
+        written_rows = (part.target, part.saved) if part.saved >= 0 else (part.target,)
+        for row in written_rows:
             for pool, values in zip(memory, after, strict=True):
                 pool[row] = values[0]
     return out
@@ -235,23 +251,27 @@ def mix(
 def _advance(
     x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], heads: DeltaHeads
 ) -> tuple[Tensor, Any]:
-    """Compute x [sequences, tokens, heads, rows] from the states `before` -> (output, the states after)."""
+    """Compute tokens x [sequences, tokens, heads, rows] after the states `before` -> (output, the new states)."""
     x = x.transpose(1, 2)  # head by head from here on
-    mixed, z, b, a = torch.split(x, [heads.num_channels, *list(heads.rows.values())[3:]], dim=-1)
+    rows_of = heads.rows
+    other_sizes = [rows_of[kind] for kind in ("z", "b", "a")]
+    mixed, z, b, a = torch.split(x, [heads.num_channels, *other_sizes], dim=-1)
     conv, decay, dt_bias, norm = weights
     seen = torch.cat((before[0], mixed), dim=2)
     kernel = conv.mT.flatten(0, 1)[:, None]
     convolved = F.silu(F.conv1d(seen.float().mT.flatten(1, 2), kernel, groups=len(kernel)))
     convolved = convolved.view(*x.shape[:2], heads.num_channels, -1).mT[:, :, None]
-    query, key, values = torch.split(convolved, list(heads.rows.values())[:3], dim=-1)
+    convolved_sizes = [rows_of[kind] for kind in ("q", "k", "v")]
+    query, key, values = torch.split(convolved, convolved_sizes, dim=-1)
 
     def of_group(rows: Tensor) -> Tensor:
         return rows.reshape(*x.shape[:3], heads.group, -1).transpose(2, 3)
 
-    query, key = (
-        rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS) for rows in (query, key)
-    )
-    query = query * heads.key_dim**-0.5
+    def of_length_one(rows: Tensor) -> Tensor:
+        return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS)
+
+    query = of_length_one(query) * heads.key_dim**-0.5
+    key = of_length_one(key)
     decay = decay[:, None] * F.softplus(a.float() + dt_bias[:, None])
     rate = b.float().sigmoid().mT[..., None]
     decay = decay.mT[..., None]
@@ -264,21 +284,24 @@ def _advance(
     out = torch.cat(chunks, dim=-2)
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + heads.eps) * norm
     gated = (out * F.silu(of_group(z).float())).to(x.dtype)
-    return gated.permute(0, 3, 1, 2, 4).flatten(2), (seen[:, :, x.shape[2] :], state.mT)
+    after = (seen[:, :, x.shape[2] :], state.mT)
+    return gated.permute(0, 3, 1, 2, 4).flatten(2), after
 
 
 def _chunk(
     state: Tensor, query: Tensor, key: Tensor, values: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute tokens from a state [..., key_dim, value_dim] -> (output, the state after).
+    """Compute a chunk of tokens after a state [..., key_dim, value_dim] -> (output, the new state).
 
-    query, key, values, rate, decay: [..., tokens, numbers]; the last is a logarithm.
+    query, key, values, rate, decay: [..., tokens, numbers]. decay is a logarithm.
     """
-    total = decay.cumsum(-2)
+    total = decay.cumsum(-2)  # from the start of the chunk to each token
     is_later = torch.ones(
         total.shape[-2], total.shape[-2], dtype=torch.bool, device=key.device
     ).triu(1)
+    # faded[i, j]: how much is left at token i of what token j added
     faded = (total - total.mT).masked_fill(is_later, -torch.inf).exp()
+    # a token adds its values, less what the state and the earlier tokens already hold for its key
     corrected = key * rate
     wanted = values * rate - (corrected * total.exp()) @ state
     added = torch.linalg.solve_triangular(

@@ -16,10 +16,10 @@ from engine.layers.packed import PackedLayout, empty_parts, fill_rows, frozen
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Choices of experts sorted by expert: the rows of a grouped product.
+    """The rows of a grouped product: one for each token and expert that it goes through, sorted by expert.
 
-    tokens: [rows] int64, whose choice a row is.  places: [tokens, experts of a token] int64, the row of each
-    choice.  ends: [experts] int32, where each expert's rows end.
+    tokens: [rows] int64, the token of each row.  places: [tokens, experts of a token] int64, the row of each pair.
+    ends: [experts] int32, where each expert's rows end.
     """
 
     tokens: Tensor
@@ -30,18 +30,19 @@ class ExpertGroups:
     def of(
         cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None
     ) -> ExpertGroups:
-        """Sort chosen: [tokens, experts of a token] int64, without reading it on the host."""
+        """Sort `chosen`, [tokens, experts of a token] int64, by expert. The host does not read it."""
         if kernels is not None:
             return cls(*kernels.group(chosen, num_experts))
         experts, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(max(len(order), num_experts), device=chosen.device)
         places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
         ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
-        return cls(order // chosen.shape[1], places.view_as(chosen), ends)
+        tokens = order // chosen.shape[1]
+        return cls(tokens, places.view_as(chosen), ends)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (expert, first row, row after its last) of the experts with rows; the host waits."""
+        """Return (expert, first row, row after its last) for each expert that has rows. Waits for the device."""
         ends = self.ends.tolist()
         starts = [0, *ends]
         return [(i, starts[i], end) for i, end in enumerate(ends) if end > starts[i]]
@@ -50,7 +51,8 @@ class ExpertGroups:
 class GroupedLinear(nn.Module):
     """Multiplies row r of x by its expert's transposed weight, and adds its bias.
 
-    The backend's kernel takes one launch for all experts; without it they go one by one, packed where that pays.
+    The backend's kernel takes one launch for all experts. Without such a kernel, they are multiplied one by one, with
+    weights packed by oneDNN where that is faster.
     """
 
     def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
@@ -64,7 +66,7 @@ class GroupedLinear(nn.Module):
             self.weights = nn.ParameterList(map(pack_weight, matrices))
 
     def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        """Multiply x [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
+        """Multiply x [rows, in] -> [rows, out]. The rows are sorted by expert.  bias: [experts, out]."""
         if self.product is not None:
             return self.product(x, self.weight, bias, groups.ends)
         products = [
@@ -77,8 +79,8 @@ class GroupedLinear(nn.Module):
 class PackedGroupedLinear(nn.Module):
     """Multiplies row r of x by its expert's transposed weight, which stays in 4 or 8 bits.
 
-    words: [experts, out, in / w, 4] uint8, scales, zeros: [experts, out, groups], as PackedProduct has them; each
-    expert's as the kernel reads them once they are loaded.
+    words: [experts, out, words of a row, 4] uint8.  scales, zeros: [experts, out, groups]. Each expert's are as in
+    PackedProduct. `finish_loading` lays them out as the kernel reads them.
     """
 
     def __init__(
@@ -94,11 +96,11 @@ class PackedGroupedLinear(nn.Module):
         self.kernels = kernels
         self.out_features = out_features
         parts = empty_parts(layout.form, in_features, out_features)
-        of_all = (part.new_empty(num_experts, *part.shape) for part in parts)
-        self.words, self.scales, self.zeros = map(frozen, of_all)
+        of_all_experts = (part.new_empty(num_experts, *part.shape) for part in parts)
+        self.words, self.scales, self.zeros = map(frozen, of_all_experts)
 
     def forward(self, x: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        """Multiply x [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
+        """Multiply x [rows, in] -> [rows, out]. The rows are sorted by expert.  bias: [experts, out]."""
         sizes = self.out_features, self.layout.block, self.layout.form.kind
         if self.kernels.grouped_product is not None:
             return self.kernels.grouped_product(
@@ -124,7 +126,7 @@ class PackedGroupedLinear(nn.Module):
 
     def finish_loading(self) -> None:
         """Lay each expert's weight out as the kernel reads it."""
-        # one at a time: a copy of each in a list would take all their memory once more
+        # one expert at a time: a list of all copies would take the memory of all weights once more
         laid_out: list[Tensor] = []
         stored = zip(self.words.data, self.scales.data, self.zeros.data, strict=True)
         for i, expert in enumerate(stored):

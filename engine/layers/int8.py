@@ -1,4 +1,4 @@
-"""Products in 8 bits: weights quantized at load, activations as they come."""
+"""Products in 8 bits: weights are quantized at load, activations at each product."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,12 @@ QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x: [rows, dim], float32 or bfloat16 -> ([rows, dim] uint8, [rows, 1] float32), row by row.
 
-    x is (bytes - ZERO) * scales, up to half a scale. A row with NaN or infinity has that as its scale.
+    (bytes - ZERO) * scales differs from x by at most half a scale. If a row has NaN or infinity, its scale is that.
     """
     x = x.float()
     largest = x.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAGNITUDE)
-    levels = (x * largest.new_tensor(LARGEST).div(largest)).round_()  # 127 / x would round twice
+    # LARGEST / largest would round twice
+    levels = (x * largest.new_tensor(LARGEST).div(largest)).round_()
     return levels.add_(ZERO).to(torch.uint8), largest / LARGEST
 
 
@@ -35,7 +36,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Product(nn.Module):
-    """x W^T + b with W in int8, packed by oneDNN, and x quantized as it comes."""
+    """x W^T + b with W in int8, packed by oneDNN. Each call quantizes its x."""
 
     def __init__(self, weight: Tensor, quantize: QuantizeRows) -> None:
         """Quantize a weight [out, in], float32 or bfloat16, which is not kept."""
@@ -45,7 +46,7 @@ class Int8Product(nn.Module):
             torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False
         )
         self.scales = nn.Parameter(scales, requires_grad=False)
-        self.zeros = torch.zeros(len(scales), dtype=torch.int32)  # of weights, as the op wants them
+        self.zeros = torch.zeros(len(scales), dtype=torch.int32)  # the op wants zero points of W
         self.quantize = quantize
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,7 +64,7 @@ class Int8Product(nn.Module):
 
 
 def check_int8() -> None:
-    """Raise ConfigError if this machine or this torch does not multiply int8 numbers as above."""
+    """Raise ConfigError if Int8Product does not work with this processor and this torch."""
     refusal = "quantization='int8' cannot be used"
     if not is_x86() or FLAGS.isdisjoint(processor_flags()):
         raise ConfigError(

@@ -19,9 +19,9 @@ from engine.layers.weighted_module import LoadPacked, WeightedModule, fill
 
 
 class ReplicatedLinear(WeightedModule):
-    """y = x W^T + b, the whole weight on every rank. weight: [out, in].
+    """y = x W^T + b, with the whole weight on every rank. weight: [out, in].
 
-    instead: multiplies in place of the weight: Int8Product, PackedProduct, or TiledProduct in a deterministic engine.
+    instead: what multiplies in place of the weight, if anything; a TiledProduct only in a deterministic engine.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ReplicatedLinear(WeightedModule):
         self.instead: Int8Product | PackedProduct | TiledProduct | None = None
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Multiply x [tokens, in] -> [tokens, out]. adapters: what they add comes on top."""
+        """Multiply x [tokens, in] -> [tokens, out], and add the products of `adapters`."""
         return self.product(x, self.bias, adapters)
 
     def product(
@@ -54,19 +54,19 @@ class ReplicatedLinear(WeightedModule):
         return y
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
-        """Return where a matrix of the checkpoint goes that stays packed; none if it has another shape."""
+        """Return the places of the parts of a packed matrix that this layer takes; none if it has another shape."""
         if shape != (self.out_features, self.in_features):
             return []
         return [Place(0, slice(0, self.out_features), slice(0, self.in_features))]
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Return the parameter and shard that a tensor fills; the weight has its place where it is packed too."""
+        """Return the parameter and shard that a tensor fills. A packed weight is no parameter, but has its place."""
         return (name, None) if name == "weight" else super().place_of(name)
 
     def keep_packed(
         self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
     ) -> LoadPacked | None:
-        """Keep the weight packed if all its shards are quantized alike, and the kernels multiply with such."""
+        """Keep the weight packed if all its shards are quantized alike, in a form that the kernels multiply with."""
         if set(tensors) not in ({None}, set(self.shards)):
             return None
         places = []
@@ -85,7 +85,7 @@ class ReplicatedLinear(WeightedModule):
         return self._load_packed
 
     def _load_packed(self, tensor: PackableTensor, shard: str | None) -> None:
-        """Copy this rank's rows and columns of `tensor` to their places, as they are packed."""
+        """Copy this rank's rows and columns of `tensor` to their places without unpacking them."""
         assert isinstance(self.instead, PackedProduct)
         assert isinstance(tensor, QuantizedTensor)
         for place in self.places_of(tensor.shape, shard):
@@ -93,7 +93,7 @@ class ReplicatedLinear(WeightedModule):
             self.instead.fill(place.start, part)
 
     def quantize(self, quantize_rows: QuantizeRows) -> None:
-        """Replace the weight by one in int8; once, when it is loaded and before it is packed."""
+        """Replace the loaded weight by one in int8. Call this at most once, before the weight is packed."""
         self.instead = Int8Product(self.weight, quantize_rows)
         del self.weight
 
@@ -106,9 +106,9 @@ class ReplicatedLinear(WeightedModule):
 
 
 class ColumnParallelLinear(ReplicatedLinear):
-    """Output features split over the ranks: x whole -> this rank's part of y.
+    """Output features are split over the ranks: the layer takes the whole x and returns this rank's part of y.
 
-    rows: by shard name, this rank's share of each of the matrices that are stacked here and take the same input.
+    rows: by shard name, this rank's share of each matrix. The matrices take the same input and are stacked here.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ColumnParallelLinear(ReplicatedLinear):
             )
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
-        """Return where this rank's rows of a matrix go that stays packed; none if it has another shape."""
+        """Return the places of this rank's rows of a packed matrix; no place if the matrix has another shape."""
         total = sum(share.total for share in self._shares_of(shard))
         return self._places(shard) if shape == (total, self.in_features) else []
 
@@ -143,8 +143,8 @@ class ColumnParallelLinear(ReplicatedLinear):
 
     def _places(self, shard: str | None) -> list[Place]:
         places = []
-        start = 0
-        stacked = 0
+        start = 0  # the row of this layer
+        stacked = 0  # the row of the checkpoint's matrix
         for name, share in self.rows.items():
             if shard in (None, name):
                 first = stacked + share.start
@@ -159,7 +159,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Queries, keys and values as one matrix, whole heads on each rank.
 
     With fewer KV heads than ranks, each rank holds the one its query heads attend to.
-    gated: behind each head's query is a gate.
+    gated: each head's query is followed by a gate.
     """
 
     def __init__(
@@ -190,16 +190,17 @@ class QKVParallelLinear(ColumnParallelLinear):
         Gates have the queries' shape, or are None. Heads of each are adjacent; keys and values are views.
         """
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        num_query_heads = 2 * self.num_heads if self.gated else self.num_heads
+        query, rest = torch.tensor_split(heads, [num_query_heads], dim=1)
         gate = None
-        query, rest = torch.tensor_split(heads, [self.num_heads * (2 if self.gated else 1)], dim=1)
-        if self.gated:
+        if self.gated:  # queries and their gates alternate
             gate = query[:, 1::2].contiguous()
             query = query[:, ::2].contiguous()
         return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :], gate
 
 
 class RowParallelLinear(ReplicatedLinear):
-    """Input features split over the ranks: this rank's part of x -> y whole, summed over the ranks."""
+    """Input features are split over the ranks: the layer takes this rank's part of x and returns the whole y."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class RowParallelLinear(ReplicatedLinear):
         return self.tp.all_reduce(self.product(x, bias, adapters))
 
     def places_of(self, shape: tuple[int, ...], shard: str | None) -> list[Place]:
-        """Return where this rank's columns of a matrix go that stays packed; none if it has another shape."""
+        """Return the place of this rank's columns of a packed matrix; no place if the matrix has another shape."""
         if shape != (self.out_features, self.columns.total):
             return []
         columns = slice(self.columns.start, self.columns.start + self.columns.length)

@@ -13,7 +13,7 @@ from torch import Tensor
 class Block(NamedTuple):
     """The product for one of the matrices that are stacked in a layer.
 
-    rows: of the layer's output. ranks: of the product with A. b: [rows, ranks].
+    rows: the matrix's rows of the layer's output.  ranks: its columns of the product x A^T.  b: [rows, ranks].
     """
 
     rows: slice

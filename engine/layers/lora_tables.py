@@ -26,7 +26,7 @@ Linear = ColumnParallelLinear | RowParallelLinear
 
 @dataclass(frozen=True)
 class TabledRows:
-    """The rows of a step with the tables of their adapters."""
+    """A step's rows, sorted by adapter, and the tables with the adapters' matrices."""
 
     sorted_rows: SortedRows
     tables: Mapping[nn.Module, LayerTable]
@@ -39,14 +39,14 @@ class TabledRows:
             self.add(y, x, self.sorted_rows, table)
 
     def refill(self, step: TabledRows) -> None:
-        """Copy the order of another step, which has as many rows at most, to where graphs read this one's."""
+        """Copy another step's sorted rows over these, where CUDA graphs read them. The other step has no more rows."""
         rows, ends = step.sorted_rows
         self.sorted_rows.rows[: len(rows)].copy_(rows)
         self.sorted_rows.ends.copy_(ends)
 
 
 class LowRankTables:
-    """Owns a table for each linear layer.
+    """Owns a table for each linear layer: where the matrices of all loaded adapters are.
 
     A table never moves, so a CUDA graph that reads it sees the adapters that are loaded at each replay.
     """
@@ -58,13 +58,13 @@ class LowRankTables:
         kernels: LayerKernels,
         device: torch.device,
     ) -> None:
-        """num_adapters: that are loaded at a time. kernels: with those for experts and for adapters."""
+        """num_adapters: the most that are loaded at a time.  kernels: must have those for experts and for adapters."""
         assert kernels.experts is not None
         assert kernels.add_low_rank is not None
         self._num_adapters = num_adapters
         self._add = kernels.add_low_rank
         self._group = kernels.experts.group
-        self._numbers: set[int] = set()  # of the adapters that are in the tables
+        self._numbers: set[int] = set()  # the adapters that are in the tables
         self._tables: dict[nn.Module, LayerTable] = {}
         for layer in layers:
             rows = block_rows(layer)
@@ -81,7 +81,7 @@ class LowRankTables:
         return self._num_adapters
 
     def put(self, number: int, products: Mapping[nn.Module, LowRank]) -> None:
-        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than a table holds; see `hold`."""
+        """Enter a loaded adapter, unless a layer of it has more ranks or blocks than its table holds; see `hold`."""
         for layer, product in products.items():
             num_blocks = self._tables[layer].scales.shape[1]
             if len(product.a) > MOST_RANKS or len(product.blocks) > num_blocks:
@@ -91,7 +91,7 @@ class LowRankTables:
         self._numbers.add(number)
 
     def drop(self, number: int) -> None:
-        """Forget an adapter, even one that was entered in part: its numbers are 0 in every table."""
+        """Forget an adapter: its addresses become 0 in every table. It may have been entered into some tables only."""
         self._numbers.discard(number)
         for table in self._tables.values():
             table.addresses[number] = 0
@@ -107,7 +107,7 @@ class LowRankTables:
 
 
 def block_rows(layer: Linear) -> list[int]:
-    """Return the rows of each matrix that is stacked in a layer, this rank's share of them."""
+    """Return how many rows this rank has of each matrix that is stacked in a layer."""
     if isinstance(layer, ColumnParallelLinear):
         return [share.length for share in layer.rows.values()]
     return [layer.out_features]

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few gated MLPs for each token, computed in groups of rows."""
+"""Mixture of experts: a router chooses a few gated MLPs for each token. Each expert computes its tokens together."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight
 class Experts:
     """The experts of one layer, and how a token chooses among them.
 
-    num_experts, num_chosen: all of them, and those that a token goes through.
-    intermediate_size: of each expert's MLP.
+    num_experts: all experts of the layer.  num_chosen: the experts that each token goes through.
+    intermediate_size: the intermediate size of each expert's MLP.
     normalised: a token's weights sum to 1; otherwise they are the softmax over all experts.
-    bias: the router and every projection of the experts add one.
+    bias: the router and every projection of the experts have a bias.
     swiglu: alpha and limit of ClampedSwigluAndMul, None for silu(gate) * up.
-    shared_size: of the MLP that every token goes through, multiplied by the sigmoid of a gate; 0 without.
+    shared_size: the intermediate size of the shared expert, 0 if there is none. It is an MLP that every token goes
+        through, and its output is multiplied by the sigmoid of a gate.
     interleaved: a checkpoint's tensors are [experts, in, out] with gate and up columns alternating (gpt-oss);
         otherwise [experts, out, in], the rows of gate before those of up.
     """
@@ -74,11 +75,11 @@ def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tupl
 
 
 class ExpertMLPs(WeightedModule):
-    """The experts' down(activation(gate_up(x))), this rank's share of their intermediate columns.
+    """The experts' down(activation(gate_up(x))), with this rank's share of their intermediate columns.
 
     gate_up_proj: [experts, 2 * columns, hidden], the rows of gate first.  down_proj: [experts, hidden,
     columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without.
-    packed: while weights are loaded, what holds them in 4 or 8 bits in place of those parameters, by name.
+    packed: layers that hold weights in 4 or 8 bits while they are loaded, by the name of the parameter they replace.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class ExpertMLPs(WeightedModule):
         kernels: LayerKernels | None,
     ) -> None:
         super().__init__()
-        self.experts, self.tp = experts, tp
+        self.experts = experts
+        self.tp = tp
         self.hidden_size = hidden_size
         self.kernels = None if kernels is None else kernels.experts
         self.columns = tp.share(experts.intermediate_size, "intermediate columns of an expert")
@@ -112,10 +114,10 @@ class ExpertMLPs(WeightedModule):
             self.activation = ClampedSwigluAndMul(*experts.swiglu, kernels)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sum each token's experts. x: [tokens, hidden]; weights, chosen: [tokens, chosen] -> [tokens, hidden]."""
+        """Sum experts' outputs by weight. x [tokens, hidden], weights, chosen [tokens, chosen] -> [tokens, hidden]."""
         groups = ExpertGroups.of(chosen, self.experts.num_experts, self.kernels)
         rows = self.gate_up(x.index_select(0, groups.tokens), self.gate_up_proj_bias, groups)
-        # so that the sum over the ranks has the bias once
+        # one rank adds the bias, so that the sum over the ranks has it once
         bias = self.down_proj_bias if self.tp.rank == 0 else None
         rows = self.down(self.activation(rows), bias, groups)
         # gathers, multiplies and adds in one pass, in float32; separate ops took 2 to 9 times as long
@@ -125,16 +127,18 @@ class ExpertMLPs(WeightedModule):
         return self.tp.all_reduce(sums)
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Find also each expert's own matrices, by the names of Qwen's and of Mixtral's."""
+        """Find also the tensors of one expert's matrix, by the names that Qwen and Mixtral give them."""
         if found := EXPERT_MATRIX.fullmatch(name):
-            expert, part = int(found[1]), MATRICES[found[2]]
+            expert = int(found[1])
+            part = MATRICES[found[2]]
             if expert >= self.experts.num_experts:
                 return None
-            return "down_proj" if part == "down" else "gate_up_proj", f"{expert}.{part}"
+            parameter = "down_proj" if part == "down" else "gate_up_proj"
+            return parameter, f"{expert}.{part}"
         return (name, None) if name in PARTS else super().place_of(name)
 
     def shards_of(self, name: str) -> tuple[str | None, ...]:
-        """List each expert's matrices in parameter `name`; a bias is one tensor."""
+        """Return the shards of parameter `name`: each expert's matrices; one shard for the biases of all experts."""
         if name not in PARTS:
             return (None,)
         return tuple(f"{i}.{part}" for i in range(self.experts.num_experts) for part in PARTS[name])
@@ -155,22 +159,21 @@ class ExpertMLPs(WeightedModule):
             )
             return
         shape = self._stored_shape(name)
-        turned = (*shape[:1], *shape[:0:-1])  # as gpt-oss and Qwen3-VL-MoE have matrices
-        if (
-            tensor.shape != (turned if self.experts.interleaved else shape)
-            and tensor.shape != turned
-        ):
+        # gpt-oss and Qwen3-VL-MoE store [in, out]
+        transposed_shape = (shape[0], *reversed(shape[1:]))
+        expected = [transposed_shape] if self.experts.interleaved else [shape, transposed_shape]
+        if tensor.shape not in expected:
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
-        is_turned = self.experts.interleaved or tensor.shape != shape
-        # one at a time: all of them together may be gigabytes
+        is_transposed = self.experts.interleaved or tensor.shape != shape
+        # one expert at a time: all of them together may be gigabytes
         for i in range(self.experts.num_experts):
             whole = tensor.part(slice(i, i + 1))[0]
-            place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
+            place[i].copy_(self._own_share(name, whole.t() if is_transposed else whole))
 
     def keep_packed(
         self, name: str, tensors: Mapping[str | None, PackableTensor], kernels: PackedKernels
     ) -> LoadPacked | None:
-        """Keep the matrices of all experts packed if they are quantized alike, and the kernels multiply with such."""
+        """Keep all experts' matrices packed if they are quantized alike, in a form that the kernels multiply with."""
         if set(tensors) not in ({None}, set(self.shards_of(name))):
             return None
         experts, rows, columns = self._stored_shape(name)
@@ -190,7 +193,7 @@ class ExpertMLPs(WeightedModule):
         return partial(self._load_packed, name)
 
     def _load_packed(self, name: str, tensor: PackableTensor, shard: str | None) -> None:
-        """Copy this rank's rows and columns of an expert's matrix, or of all experts', as they are packed."""
+        """Copy this rank's rows and columns of one expert's matrix, or of all experts', without unpacking them."""
         packed = self.packed[name]
         assert isinstance(packed, PackedGroupedLinear)
         group = packed.layout.form.group
@@ -227,7 +230,7 @@ class ExpertMLPs(WeightedModule):
         return packed
 
     def _packed_place(self, part: str) -> Place:
-        """Return where this rank's share of a matrix goes. part: "gate", "up" or "down"."""
+        """Return the place of this rank's share of an expert's matrix. part: "gate", "up" or "down"."""
         own = slice(self.columns.start, self.columns.start + self.columns.length)
         whole = slice(0, self.hidden_size)
         if part == "down":
@@ -235,7 +238,7 @@ class ExpertMLPs(WeightedModule):
         return Place(self.columns.length if part == "up" else 0, own, whole)
 
     def _stored_rows(self, part: str, rows: slice) -> slice:
-        """Return the rows of a matrix in the tensor that stacks gate and up."""
+        """Return where `rows` of an expert's matrix `part` are in a tensor of all experts, which stacks gate and up."""
         if part == "down":
             return rows
         if self.experts.interleaved:
@@ -257,13 +260,15 @@ class ExpertMLPs(WeightedModule):
         if name.startswith("gate_up"):
             gate, up = (whole[::2], whole[1::2]) if self.experts.interleaved else whole.chunk(2)
             return torch.cat((gate[own], up[own]))
-        return whole if name.endswith("bias") else whole[:, own]
+        if name.endswith("bias"):
+            return whole  # the bias of down is over the hidden size, which is not split
+        return whole[:, own]
 
 
 class SparseMLP(nn.Module):
-    """A router, on every rank, and its experts, in the place of an MLP.
+    """A router and its experts, in the place of an MLP. Every rank has the whole router.
 
-    shared_expert: computes rows beside them, see Experts.
+    shared_expert: the MLP that every token goes through besides its chosen experts.
     """
 
     def __init__(
@@ -280,7 +285,8 @@ class SparseMLP(nn.Module):
         self.shared_expert = shared_expert
         if shared_expert is not None:
             self.shared_expert_gate = ReplicatedLinear(hidden_size, 1, bias=False, dtype=dtype)
-        self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
+        self.num_chosen = experts.num_chosen
+        self.normalised = experts.normalised
         fused = None if kernels is None else kernels.experts
         self.choose = choose_experts if fused is None else fused.choose
         self.gate = ReplicatedLinear(
@@ -291,16 +297,15 @@ class SparseMLP(nn.Module):
     def forward(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden].
 
-        adapters: of the shared expert; the others have none.
+        adapters: for the shared expert; the chosen experts have no adapters.
         """
-        if len(hidden) == 0:  # the last block of a step in which no row samples
+        if len(hidden) == 0:  # in the last layer, when no row of the step samples
             return hidden
         weights, chosen = self.choose(
             self.gate(hidden), self.num_chosen, normalised=self.normalised
         )
         output: Tensor = self.experts(hidden, weights, chosen)
         if self.shared_expert is not None:
-            output += self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(
-                hidden, adapters
-            )
+            gate = self.shared_expert_gate(hidden).sigmoid()
+            output += gate * self.shared_expert(hidden, adapters)
         return output

@@ -23,7 +23,7 @@ def pack_weight(weight: nn.Parameter) -> nn.Parameter:
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `pack_weight` packs weights of that dtype there."""
+    """Return whether `pack_weight` packs weights of that dtype on that device."""
     return device.type == "cpu" and dtype in PACKED_DTYPES and _can_pack(dtype)
 
 
@@ -42,7 +42,7 @@ def _pack(weight: Tensor) -> Tensor:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Return whether this torch has the undocumented ops, and they pay here."""
+    """Return whether this torch has the undocumented ops, and they are faster on this processor."""
     if not is_x86() or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16 and not multiplies_bfloat16():

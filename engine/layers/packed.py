@@ -20,7 +20,10 @@ BYTE_ORDER = (0, 2, 1, 3)
 
 
 class Place(NamedTuple):
-    """Where a part of a checkpoint's matrix goes: these rows and columns of it, to the layer's rows from `start`."""
+    """The part of a checkpoint's matrix that a layer takes, and where the layer puts it.
+
+    rows, columns: of the checkpoint's matrix.  start: the layer's row for the first of `rows`.
+    """
 
     start: int
     rows: slice
@@ -28,10 +31,11 @@ class Place(NamedTuple):
 
 
 class PackedProduct(nn.Module):
-    """x W^T + b with W in 4 or 8 bits; it is unpacked on the way to the processor's registers.
+    """x W^T + b with W in 4 or 8 bits, which is unpacked on the way to the processor's registers.
 
-    words: [out, in / w, 4] uint8, w = 8 or 4 codes of adjacent columns; as the kernel reads them once it is loaded.
-    scales, zeros: [out, groups], likewise. zeros: uint8, as codes are.
+    words: [out, words of a row, 4] uint8; a word holds the codes of 8 or 4 adjacent columns.
+    scales, zeros: [out, groups]. zeros are uint8, as codes are.
+    `finish_loading` lays them out as the kernel reads them.
     """
 
     def __init__(
@@ -43,8 +47,11 @@ class PackedProduct(nn.Module):
         block: int,
     ) -> None:
         super().__init__()
-        self.form, self.block, self.kernels = form, block, kernels
-        self.in_features, self.out_features = in_features, out_features
+        self.form = form
+        self.block = block
+        self.kernels = kernels
+        self.in_features = in_features
+        self.out_features = out_features
         words, scales, zeros = empty_parts(form, in_features, out_features)
         self.words, self.scales, self.zeros = map(frozen, (words, scales, zeros))
 
@@ -68,9 +75,9 @@ class PackedProduct(nn.Module):
 def empty_parts(
     form: PackedForm, in_features: int, out_features: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return words [out, in / w, 4], scales [out, groups] and zeros [out, groups] to be filled.
+    """Return words [out, words of a row, 4], scales [out, groups] and zeros [out, groups], all to be filled.
 
-    Codes that are no integers have no zeros: theirs are [out, 0].
+    Only integer codes have zero points; for other codes zeros is [out, 0].
     """
     num_groups = 1 if form.group is None else in_features // form.group
     num_words = in_features * BITS[form.kind] // (8 * WORD_BYTES)
@@ -94,15 +101,16 @@ def fill_rows(
 
 
 def pack_words(codes: Tensor, kind: str) -> Tensor:
-    """Pack codes [rows, columns] uint8 into words [rows, columns / w, 4]."""
+    """Pack codes [rows, columns] uint8 into words [rows, words of a row, 4]."""
     if BITS[kind] == 8:
         return codes.reshape(len(codes), -1, WORD_BYTES)[:, :, BYTE_ORDER]
     codes = codes.reshape(len(codes), -1, 2 * WORD_BYTES)
-    return torch.stack([codes[:, :, low] | codes[:, :, high] << 4 for low, high in INT4_BYTES], -1)
+    bytes_of_words = [codes[:, :, low] | (codes[:, :, high] << 4) for low, high in INT4_BYTES]
+    return torch.stack(bytes_of_words, -1)
 
 
 class PackedLayout(NamedTuple):
-    """How weights stay packed: their form, and the columns that the kernel unpacks together."""
+    """How weights stay packed: their form, and how many columns the kernel unpacks together."""
 
     form: PackedForm
     block: int
@@ -119,8 +127,10 @@ def shared_layout(
     Their forms must be equal.
     """
     forms = {tensor.packed_form for tensor in tensors}
+    if len(forms) > 1:
+        return None
     form = forms.pop()
-    if forms or form is None:
+    if form is None:
         return None
     cuts: list[int] = []
     for place in places:
@@ -154,7 +164,7 @@ def pack_product(
 ) -> PackedProduct | None:
     """Return a product for these weights, on the meta device; None if they cannot stay packed.
 
-    places: where they go, all of them.
+    places: the places of all parts of these tensors.
     """
     layout = shared_layout(tensors, places, in_features, kernels)
     if layout is None:

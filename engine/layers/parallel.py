@@ -19,7 +19,7 @@ class Share:
     total: int
 
     def times(self, factor: int) -> Share:
-        """Return the same part where each entry stands for `factor` rows, as a head does for its head_dim."""
+        """Return the same part in rows, where each entry has `factor` rows, as a head has head_dim rows."""
         return Share(self.start * factor, self.length * factor, self.total * factor)
 
     def read(self, tensor: CheckpointTensor, dim: int) -> Tensor:
@@ -35,7 +35,8 @@ class Share:
 class TensorParallel:
     """This rank and the number of ranks. In this class the rank is alone: sums and gathers have nothing to do.
 
-    The split is Megatron-LM's, arXiv:1909.08053, section 3: columns, then rows, one sum for each pair.
+    The split is Megatron-LM's, arXiv:1909.08053, section 3: a layer split by columns is followed by one split by
+    rows, and the ranks sum once for each such pair.
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and how long contexts change it."""
+"""Rotary position embedding, and its scalings for long contexts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ class Rope:
     """One rotation of queries and keys.
 
     kind: a key of SCALINGS, transformers' rope_type.
-    rotary_dim: numbers of a head that turn, its first ones; even.
+    rotary_dim: how many of a head's numbers are rotated, from the first on; even.
     theta: pair i of these turns by theta^(-2i / rotary_dim) for each position, before scaling.
-    max_positions: the model's, as config.json has it.
-    parameters: the kind's own, by their names in config.json.
+    max_positions: the model's longest context, as in config.json.
+    parameters: what the kind needs besides these, by their names in config.json.
     """
 
     kind: str
@@ -31,9 +31,10 @@ class Rope:
     parameters: Mapping[str, Any]
 
     def frequencies(self, longest: int) -> tuple[Tensor, float]:
-        """Return angles from one position to the next [rotary_dim / 2] float32, and the factor of cosines and sines.
+        """Return the angles of one position, [rotary_dim / 2] float32, and the factor for cosines and sines.
 
-        longest: tokens of the longest sequence. Raises UnsupportedModel for another kind, or ConfigError.
+        longest: the tokens of the longest sequence. Raises UnsupportedModel if SCALINGS lacks the kind, or ConfigError
+        for a wrong parameter.
         """
         if self.kind not in SCALINGS:
             raise UnsupportedModel(
@@ -78,12 +79,12 @@ def _default(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Press all positions together by the factor."""
+    """Divide all frequencies by the factor, as if the positions were divided."""
     return 1.0 / _powers(rope, rope.theta) / rope.number("factor"), 1.0
 
 
 def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Let theta grow with sequences beyond the configured length; here none is longer."""
+    """Enlarge theta if `longest` exceeds the configured length. Shorter sequences get the same theta."""
     factor = rope.number("factor")
     dim = rope.rotary_dim
     theta_factor = (factor * max(longest, rope.max_positions) / rope.max_positions) - (factor - 1)
@@ -91,11 +92,12 @@ def _dynamic(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Keep fast pairs, press slow ones together, with a ramp between. Source: arXiv:2309.00071."""
+    """Keep fast frequencies, divide slow ones by the factor, with a ramp between. Source: arXiv:2309.00071."""
     factor = rope.number("factor")
     dim = rope.rotary_dim
     original = rope.number("original_max_position_embeddings")
 
+    # the pair that makes this many rotations over the original context
     def pair_turning(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
 
@@ -123,8 +125,10 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
     if configured is not None:
         return configured
     mscale = rope.optional("mscale")
-    over = rope.optional("mscale_all_dim")
-    return magnitude(mscale) / magnitude(over) if mscale and over else magnitude(1)
+    mscale_all_dim = rope.optional("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1)
 
 
 def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
@@ -142,7 +146,7 @@ def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Keep short waves, stretch long ones by the factor, and those between by a part of it."""
+    """Keep short wavelengths, multiply long ones by the factor, and those between by a part of it."""
     factor = rope.number("factor")
     original = rope.number("original_max_position_embeddings")
     slow = rope.number("low_freq_factor")
@@ -182,24 +186,24 @@ class RotaryEmbedding(nn.Module):
     def __init__(
         self, rope: Rope, max_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """max_positions: tokens that no sequence exceeds."""
+        """max_positions: the most tokens that a sequence may have."""
         super().__init__()
         frequencies, factor = rope.frequencies(max_positions)
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies.to(device))
         angles = torch.cat((angles, angles), dim=-1)
-        self.table = torch.stack((angles.cos().mul_(factor), angles.sin().mul_(factor)), dim=1).to(
-            dtype
-        )
+        cosines = angles.cos().mul_(factor)
+        sines = angles.sin().mul_(factor)
+        self.table = torch.stack((cosines, sines), dim=1).to(dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of positions, [tokens] int64: each [tokens, 1, dim], for many layers."""
+        """Return the cosines and the sines of positions [tokens] int64, each [tokens, 1, dim]."""
         cos, sin = self.table[positions].unsqueeze(2).unbind(1)
         return cos, sin
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x: [tokens, heads, head_dim]; numbers beyond the width of cos and sin stay."""
+    """Rotate x [tokens, heads, head_dim]. A head's numbers beyond the width of cos and sin stay as they are."""
     turning, still = x.tensor_split([cos.shape[-1]], dim=-1)
     first, second = turning.chunk(2, dim=-1)
     turned = (turning * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -1,7 +1,8 @@
 """Products whose rows have the same bits whatever rows are multiplied with them, for deterministic engines.
 
-A BLAS sums differently by number of rows, so it only gets tiles in which a row's bits were found not to depend on the
-tile or the place in it. Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
+A BLAS library may add in another order for another number of rows. So it only gets tiles, in sizes with which a row's
+bits were found not to depend on the size or on the row's place in the tile.
+Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class TiledProduct(nn.Module):
-    """A product(x, bias) computed in tiles of rows, which `find_tiles` has found."""
+    """Computes product(x, bias) in tiles of rows. tiles: the sizes that `find_tiles` has found."""
 
     def __init__(self, product: Product, tiles: Sequence[int]) -> None:
         super().__init__()
@@ -32,7 +33,8 @@ class TiledProduct(nn.Module):
         if len(x) == 0:
             return self.product(x, bias)
         parts = [self.product(_tile(x, *span), bias) for span in cut_rows(len(x), self.tiles)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[: len(x)]
+        padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return padded[: len(x)]
 
 
 def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -50,17 +52,23 @@ def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
 def find_tiles(
     product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None
 ) -> list[int]:
-    """Find, by random rows, those of TILES in which a row has the same bits in every place as in the smallest.
+    """Return the sizes of TILES in which a row has the same bits at every place as in the smallest size.
 
-    Rounding to bfloat16 hides most differences between sums; with a bias that subtracts a row's product they show.
-    Raises NotDeterministic if a row's place matters even in the smallest.
+    It tries random rows. Rounding to bfloat16 hides most differences between sums; a bias that subtracts the row's
+    product makes them show. Raises NotDeterministic if a row's place matters even in the smallest size.
     """
     generator = torch.Generator().manual_seed(0)
     tiles = list(TILES)
     for row in torch.randn(PROBES, in_features, generator=generator).to(dtype):
-        for added in (bias, -product(row.repeat(TILES[0], 1), None)[0]):
+        negative_product = -product(row.repeat(TILES[0], 1), None)[0]
+        for added in (bias, negative_product):
             expected = product(row.repeat(TILES[0], 1), added)[0]
-            tiles = [t for t in tiles if bool((product(row.repeat(t, 1), added) == expected).all())]
+            agreeing = []
+            for size in tiles:
+                products = product(row.repeat(size, 1), added)
+                if bool((products == expected).all()):
+                    agreeing.append(size)
+            tiles = agreeing
     if TILES[0] not in tiles:
         raise NotDeterministic(
             f"this processor's products of {in_features} numbers in {str(dtype).removeprefix('torch.')} "
@@ -70,14 +78,14 @@ def find_tiles(
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply function, [1, n] -> [1, m], to each row of x, [rows, n], copied into memory of its own."""
+    """Apply function, [1, n] -> [1, m], to each row of x [rows, n]. Each row is first copied into memory of its own."""
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.clone()) for row in torch.split(x, 1)])
 
 
 def _tile(x: Tensor, start: int, size: int) -> Tensor:
-    """Return `size` rows from `start` on, with zeros after the last, copied if they are not aligned."""
+    """Return `size` rows from `start` on, with zeros after the last row. They are a copy unless whole and aligned."""
     rows = x[start : start + size]
     if len(rows) == size and rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
         return rows

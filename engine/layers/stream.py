@@ -16,7 +16,7 @@ from engine.layers.weighted_module import WeightedModule, fill
 class RMSNorm(WeightedModule):
     """x / rms(x) * weight, the mean square in float32. weight: [dim]. Source: arXiv:1910.07467.
 
-    A weight in float32 multiplies before the result is rounded to x's dtype, one in x's dtype after.
+    A float32 weight multiplies before the rounding to x's dtype, a weight in x's dtype after it.
     offset: added to the weight that the checkpoint has.
     """
 
@@ -49,7 +49,7 @@ class RMSNorm(WeightedModule):
         return self.forward(residual), residual
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
-        """Copy the checkpoint's `tensor` into parameter `name`, with the offset."""
+        """Copy the checkpoint's `tensor` into parameter `name`, and add the offset."""
         fill(self.weight, tensor.whole())
         self.weight.add_(self.offset)
 
@@ -61,9 +61,9 @@ class RMSNorm(WeightedModule):
 
 
 class ParallelRMSNorm(RMSNorm):
-    """RMSNorm over features that are split over the ranks: the mean square is of all of them.
+    """RMSNorm over features that are split over the ranks: the mean square is over the features of all ranks.
 
-    share: this rank's features; several ranks may hold the same.
+    share: this rank's features; several ranks may hold the same ones.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ParallelRMSNorm(RMSNorm):
 class GatedActivation(nn.Module):
     """activation(gate) * up, over the output of a merged gate and up projection.
 
-    name: config.json's, "silu", or "gelu_pytorch_tanh" for gelu by its approximation with tanh.
+    name: "silu" or "gelu_pytorch_tanh", as in config.json. The latter is gelu's approximation with tanh.
     """
 
     def __init__(self, name: str, kernels: LayerKernels | None = None) -> None:
@@ -110,11 +110,12 @@ class GatedActivation(nn.Module):
         if self.fused is not None:
             return self.fused(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.gelu(gate, approximate="tanh") if self.is_gelu else F.silu(gate)) * up
+        activated = F.gelu(gate, approximate="tanh") if self.is_gelu else F.silu(gate)
+        return activated * up
 
 
 class ClampedSwigluAndMul(nn.Module):
-    """gate * sigmoid(alpha * gate) * (up + 1), both clamped to `limit` before, the gate from above alone.
+    """gate * sigmoid(alpha * gate) * (up + 1), after up is clamped to -limit..limit and gate to at most `limit`.
 
     Source: gpt-oss, https://github.com/openai/gpt-oss, torch/model.py.
     """
@@ -143,7 +144,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gated MLPs
 class Stream:
     """The residual stream of a step's tokens: `total` plus, if there is one, the output `pending`.
 
-    Both are [tokens, hidden]; the next norm adds `pending` in its own pass.
+    Both are [tokens, hidden]. The next norm adds `pending` in its own pass.
     """
 
     total: Tensor
@@ -169,5 +170,5 @@ class NormPair(NamedTuple):
     after: RMSNorm | None
 
     def joined(self, total: Tensor, output: Tensor) -> Stream:
-        """Return the stream `total` with the output still to be added."""
+        """Return the stream of `total`, to which the output, normalised by `after`, is still to be added."""
         return Stream(total, output if self.after is None else self.after(output))
