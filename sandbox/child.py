@@ -64,7 +64,8 @@ class Worker:
         del message, body
         try:
             received = frames.receive(self._channel, _MAX_MESSAGE)
-        except MemoryError:  # the rest of the message would be taken for the next one
+        except MemoryError:
+            # The rest of this message is still unread, and would be taken for the next message.
             os._exit(frames.OUT_OF_MEMORY)
         self._limit_time()
         return received
@@ -116,16 +117,17 @@ def unlimited_memory() -> Iterator[None]:
         yield
     finally:
         _base_bytes = _data_bytes()
-        limit = (
-            hard_limit if limit_before == hard_limit else limit_before - base_before + _base_bytes
-        )
+        limit = hard_limit
+        if limit_before != hard_limit:
+            # A task's limit was set: the task keeps what it had beyond the base.
+            limit = limit_before - base_before + _base_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
 
 def _limit_memory(task_bytes: int) -> None:
     """Let this process take `task_bytes` beside what its imports take."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if _base_bytes:  # without it, a limit could be below what is in use
+    if _base_bytes:  # else the memory in use is not known, and could be over the limit already
         resource.setrlimit(resource.RLIMIT_DATA, (_base_bytes + task_bytes, hard))
 
 

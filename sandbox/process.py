@@ -56,7 +56,7 @@ class ChildFailed(Exception):
 
 
 class ChildDied(ChildFailed):
-    """Raised if a child has ended, by its task or by a signal."""
+    """Raised if a child process has ended before its task, through the task itself or a signal."""
 
 
 class ChildTooSlow(ChildFailed):
@@ -72,9 +72,9 @@ Fetch = Callable[[Mapping[str, Any]], bytes]
 
 
 class Child:
-    """A child process, for one thread at a time. A call that raises ChildFailed has ended it.
+    """A child process, for one thread at a time. A call that raises ChildFailed has ended the process.
 
-    notes: the texts that the child has seen lately, as its caller notes them.
+    notes: the texts that the child remembers. The caller writes them here.
     """
 
     def __init__(self) -> None:

@@ -81,9 +81,10 @@ def _names(texts: dict[int, str], added: dict[int, Any], space: str) -> dict[int
 
 
 def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
-    """Replace the texts of a model's tokens by their names."""
+    """Replace the texts of a model's tokens by their names. space: the character that the model writes for a space."""
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]]
+        # Tokens added to the vocabulary have no score; the least is given to them.
         scores += [min(scores)] * (len(names) - len(scores))
         model["vocab"] = [[names[token_id], score] for token_id, score in enumerate(scores)]
         return

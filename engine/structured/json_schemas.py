@@ -1,7 +1,7 @@
-"""Finds what llguidance would misread in a JSON schema, and rewrites it so that it holds, or refuses it.
+"""Finds what llguidance would misread in a JSON schema. It is rewritten so that llguidance enforces it, or refused.
 
 llguidance reads numbers as floats, and bounds of integers as 64 bits. It ignores patternProperties for a declared
-property, counts a repeated key twice, and begins a value that can never end.
+property, counts a key twice if it is repeated, and begins values that can never end.
 """
 
 import math
@@ -102,8 +102,10 @@ def _check_factors(schema: Mapping[str, Any], document: SchemaDocument) -> None:
     }
     if not factors:
         return
+    # Multiplied by this denominator, all factors are whole numbers.
     denominator = math.lcm(*(factor.denominator for factor in factors))
-    if math.lcm(*(int(factor * denominator) for factor in factors)) > LARGEST_FACTOR:
+    whole_factors = [int(factor * denominator) for factor in factors]
+    if math.lcm(*whole_factors) > LARGEST_FACTOR:
         raise NotEnforceable(f"whose multipleOf has too many digits: the most is {LARGEST_FACTOR}")
 
 
@@ -114,7 +116,7 @@ def _has_factor(schema: Mapping[str, Any]) -> bool:
 def _with_choices(
     schema: Mapping[str, Any], document: SchemaDocument
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema, and all that may hold for the same value."""
+    """Yield a schema, and all schemas that may hold for the same value: its choices, and what it refers to."""
 
     def for_same_value(part: Mapping[str, Any]) -> list[Any]:
         choices = [choice for key in ("allOf", "anyOf", "oneOf") for choice in listed(part, key)]
@@ -171,7 +173,7 @@ def _check_properties(schema: Mapping[str, Any]) -> None:
     num_required = len(set(required)) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
         raise NotEnforceable(
-            "whose minProperties one key, written more than once, would meet: require its properties"
+            "whose minProperties would be met by one key that is written more than once: require its properties"
         )
 
 

@@ -17,7 +17,7 @@ _trial: Callable[[StructuredOutputsParams], str] | None = None
 
 
 def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Read the vocabulary that forms are tried with; no form's limits of time and memory include this."""
+    """Read the vocabulary with which forms are tried. It does not count towards a form's limits of time and memory."""
     global _trial
     with unlimited_memory():
         compiler = Compiler(**worker.question)

@@ -52,8 +52,8 @@ Messages = list[dict[str, Any]]
 def read_template(folder: Path, name: str | None) -> str | None:
     """Read a chat template of a model folder by its name; for None the default one, or the only one.
 
-    None if the folder has no template. Raises ConfigError, listing the names, if there is no such name, or no default
-    among several.
+    Returns None if the folder has no template. Raises ConfigError, which lists the names, if no template has the name,
+    or if there are several templates and none is the default.
     """
     try:
         templates = _read_templates(folder)

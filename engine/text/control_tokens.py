@@ -1,10 +1,11 @@
 """ControlTokens: keeps values from forging tokens that open turns, end them or stand for pictures.
 
-BREAK goes into a value behind the first character of each such token that it spells. A spelling that only begins at the
-value's end gets BREAK too, as the next value may complete it. So neither the template nor the tokenizer sees a token.
+Where a value spells such a token, BREAK goes behind the first character of the spelling. If only the beginning of a
+spelling stands at the value's end, it gets BREAK too, as the next value may complete it. So neither the template nor
+the tokenizer sees a token.
 
 Tokens without BREAK are genuine: they are replaced by names that no text has. Then BREAK is taken out, and a second
-tokenizer, which knows the control tokens by these names alone, reads the text. It splits as the first one does.
+tokenizer reads the text. It knows the control tokens by these names alone, and splits all else as the first one does.
 """
 
 import json
@@ -63,12 +64,12 @@ class ControlTokens:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text that may hold BREAK."""
-        marked = self._added.sub(lambda match: self._names.get(match[0], match[0]), text).replace(
-            BREAK, ""
+        # While BREAK is still there, only genuine control tokens match.
+        named = self._added.sub(lambda match: self._names.get(match[0], match[0]), text)
+        encoding = self._literal_tokenizer().encode(
+            named.replace(BREAK, ""), add_special_tokens=add_special_tokens
         )
-        return list(
-            self._literal_tokenizer().encode(marked, add_special_tokens=add_special_tokens).ids
-        )
+        return list(encoding.ids)
 
     def _literal_tokenizer(self) -> Any:
         """Return the tokenizer that knows control tokens by their names alone. The first call makes it."""
@@ -105,7 +106,9 @@ class Spellings:
 
     def _broken_end(self, text: str) -> str:
         broken = text
-        for at in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
+        earliest = max(len(text) - self._longest, 0)
+        # From the end, as each BREAK moves what follows it.
+        for at in reversed(range(earliest, len(text))):
             if text[at:] in self._beginnings:
                 broken = broken[: at + 1] + BREAK + broken[at + 1 :]
         return broken

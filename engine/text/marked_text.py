@@ -18,10 +18,10 @@ def with_marks(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
 ) -> str:
-    """Return a completion's text with all marks that its tokens write, also those that it leaves out.
+    """Return a completion's text with all marks among its tokens, also the marks that the text leaves out.
 
-    marks: their texts by token id. broken: marks that count as tokens alone. Where other tokens spell one, the text
-    returned has BREAK. The rest are the arguments of `decode` with which the text was made.
+    marks: the texts of marks by token id. broken: marks that count only as a token of their own. Where other tokens
+    spell such a mark, the text returned has BREAK. The other arguments are those of the `decode` that made the text.
     """
     decode = partial(
         tokenizer.decode,

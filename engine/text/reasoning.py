@@ -23,8 +23,8 @@ MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write beh
 class Mark:
     """A mark's text, and the tokens that write it.
 
-    token_id: the one token that writes it, while others that spell it are text; None if any tokens may write it.
-    is_hidden: completions' texts leave it out.
+    token_id: the only token that counts as the mark, also if other tokens spell it; None if any tokens may write it.
+    is_hidden: the texts of completions leave it out.
     """
 
     text: str
@@ -97,9 +97,9 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
 
 
 class ThinkingBudget:
-    """Closes a span once it has `budget` tokens: a Forcing of engine.schedule.
+    """Closes a span of reasoning once it has `budget` tokens: a Forcing of engine.schedule.
 
-    budget: the most tokens between the marks. text: makes the text of tokens, needed if a mark is no single token.
+    budget: the most tokens between the marks. text: makes the text of tokens; it is needed if a mark is not one token.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class ThinkingBudget:
         if self._text is not None:
             longest = max(len(self._marks.start.text), len(self._marks.end.text))
             self._tail = self._tail[-longest:] + self._text.add(token_id)
-        if num_left:  # tokens of the end mark are still to come
+        if num_left:  # some tokens of a forced end mark are still to come
             return ()
-        if self._left == 0:  # that was the end mark's last token
+        if self._left == 0:  # this token was the last one of the forced end mark
             self._left = None
             self._tail = ""
         elif self._left is None:
@@ -151,7 +151,7 @@ class LeadingSpan:
         self._marks = marks
         self._is_open = span is Span.OPEN
         self._is_over = span is Span.CLOSED
-        # The end mark is passed; line breaks there are no part of the answer.
+        # The end mark has come, but no answer yet: line breaks between the two are no part of the answer.
         self._is_behind = False
         self._held = ""
 
@@ -202,6 +202,7 @@ class LeadingSpan:
             self._is_behind = True
             self._held = behind
         else:
+            # The end mark may have begun here.
             self._held = self._held[-len(end.text) :]
 
 
@@ -255,7 +256,8 @@ class Reasoner:
     ) -> LeadingSpan | harmony.AnswerChannels | None:
         """Return an object that tells a completion's answer from its reasoning, for stop strings.
 
-        None without marks, or if a stop string holds the end mark: then stop strings count in the reasoning too.
+        Returns None if the model has no marks, or if a stop string holds the end mark: then stop strings count in the
+        reasoning too.
         """
         if self._channels and not mark_texts:
             return harmony.AnswerChannels(self._channels, self._open_header(prompt))
@@ -265,7 +267,7 @@ class Reasoner:
         return LeadingSpan(marks, self._span_after(prompt, marks))
 
     def marks(self, mark_texts: Sequence[str]) -> dict[int, str]:
-        """Return the texts, by token id, of the marks that are tokens. mark_texts: of `budget`."""
+        """Return the texts, by token id, of the marks that are tokens. mark_texts: as in `budget`."""
         if self._channels and not mark_texts:
             return self._channels
         marks = self._marks_of(tuple(mark_texts))
@@ -273,14 +275,14 @@ class Reasoner:
         return {mark.token_id: mark.text for mark in both if mark.token_id is not None}
 
     def pair(self, mark_texts: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of the marks around a span, () if there are none. mark_texts: of `budget`."""
+        """Return the texts of the marks around a span, () if there are none. mark_texts: as in `budget`."""
         if self._channels and not mark_texts:
             return harmony.MARKS
         marks = self._marks_of(tuple(mark_texts))
         return () if marks is None else (marks.start.text, marks.end.text)
 
     def is_answer(self, mark_texts: Sequence[str], prompt: list[int]) -> bool:
-        """Whether a completion is all answer, as the prompt ends with a closed span. mark_texts: of `budget`."""
+        """Whether a completion is all answer, as the prompt ends with a closed span. mark_texts: as in `budget`."""
         if self._channels and not mark_texts:
             return False
         marks = self._marks_of(tuple(mark_texts))
@@ -292,7 +294,7 @@ class Reasoner:
         """Split a completion's text into its reasoning (or None) and the rest.
 
         text: as `with_marks` returns it, so that marks which are tokens are told from text that spells them.
-        mark_texts: of `budget`.
+        mark_texts: as in `budget`.
         """
         if self._channels and not mark_texts:
             header = self._open_header(prompt)
@@ -305,7 +307,7 @@ class Reasoner:
         )
 
     def without_hidden(self, text: str, mark_texts: Sequence[str]) -> str:
-        """Take out marks that completions leave out, once a text is split. mark_texts: of `budget`."""
+        """Take the marks that completions leave out from a text that has been split. mark_texts: as in `budget`."""
         marks = None if self._channels and not mark_texts else self._marks_of(tuple(mark_texts))
         for mark in () if marks is None else (marks.start, marks.end):
             if mark.is_hidden:
@@ -331,13 +333,11 @@ class Reasoner:
         span = span_at_end(
             self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks
         )
-        mark = {Span.OPEN: marks.start, Span.CLOSED: marks.end}.get(span)
-        is_spelled = (
-            mark is not None
-            and mark.token_id is not None
-            and mark.token_id not in prompt[-longest:]
-        )
-        return Span.NONE if is_spelled else span
+        last_mark = {Span.OPEN: marks.start, Span.CLOSED: marks.end}.get(span)
+        if last_mark is None or last_mark.token_id is None:
+            return span
+        # If the mark is one token, the same text in other tokens is no mark.
+        return span if last_mark.token_id in prompt[-longest:] else Span.NONE
 
     def _read_marks(self, mark_texts: tuple[str, ...]) -> Marks | None:
         texts = mark_texts or self._known

@@ -26,7 +26,8 @@ NO_SCORE = struct.pack("<f", 0)
 def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
     """Return a file's tokenizers.Tokenizer, which adds no tokens to a text, and its special tokens by name.
 
-    Raises ConfigError if it is no such file, or asks for something unbuilt.
+    Raises ConfigError if the file is no SentencePiece model, or has a feature that is not built here. The numbers below
+    are those of the fields in sentencepiece_model.proto.
     """
     try:
         fields = list(_fields(path.read_bytes()))
@@ -124,6 +125,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
 
     def varint() -> int:
+        # Each byte holds seven bits of the number, the lowest first. Its top bit says that another byte follows.
         nonlocal at
         start = at
         while content[at] > 127:
@@ -136,7 +138,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
         if wire == 0:
             yield number, varint()
             continue
-        length = {1: 8, 5: 4}.get(wire) or varint()
+        length = {1: 8, 5: 4}.get(wire) or varint()  # wire types 1 and 5 have a fixed size
         if wire not in (1, 2, 5) or at + length > len(content):
             raise ValueError(f"field {number} of wire type {wire} ends too soon")
         at += length

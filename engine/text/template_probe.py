@@ -31,7 +31,7 @@ TAKES_NO_TOOLS = "this model's chat template takes no tools: leave them out, or 
 
 
 class TemplateProbe:
-    """Finds what a template shows of chats. render: Tokenizer's; it may raise anything that the template does."""
+    """Finds which parts of a chat a template writes. render: renders a chat, and raises what the template raises."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -98,9 +98,10 @@ def _mark(number: int) -> str:
 
 
 class _Twin:
-    """A chat with marks in place of its texts.
+    """A chat with marks in place of its texts. It is rendered to see which texts the template writes.
 
-    needed: by mark, why the chat is refused if the mark does not show. optional: by mark, what is logged then.
+    needed: for each mark whose absence refuses the chat, the reason to give. optional: for each mark whose absence is
+    only logged, what to log.
     """
 
     def __init__(self, messages: Messages, tools: Tools | None) -> None:
