@@ -95,7 +95,7 @@ class Worker:
         return {"end": "done"}
 
     def _limit_time(self) -> None:
-        """Have the system end this process if the next reply takes too long, in time or in CPU time."""
+        """Have the system end this process if the next reply takes too long, by the clock or in CPU time."""
         faulthandler.dump_traceback_later(self._limit_s + _MARGIN_S, exit=True, file=self._devnull)
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = int(used.ru_utime + used.ru_stime + self._limit_s + _MARGIN_S) + 1
@@ -143,7 +143,8 @@ def main(fd: int) -> None:
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, MAX_FILES),) * 2)
+    max_files = min(files, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     with unlimited_memory():
         worker = Worker(socket.socket(fileno=fd))
     with suppress(EOFError, OSError):

@@ -93,14 +93,15 @@ def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
     model["dropout"] = None
     vocabulary = {name: token_id for token_id, name in names.items()}
     model["vocab"] = vocabulary
-    num_marks = len(model["continuing_subword_prefix"] or "")
+    prefix_length = len(model["continuing_subword_prefix"] or "")
     merges = (
         [left.replace(space, " "), right.replace(space, " ")] for left, right in model["merges"]
     )
+    # A merge stays only if both its tokens and the token that they make have kept their texts.
     model["merges"] = [
         [left, right]
         for left, right in merges
-        if left in vocabulary and right in vocabulary and left + right[num_marks:] in vocabulary
+        if left in vocabulary and right in vocabulary and left + right[prefix_length:] in vocabulary
     ]
 
 

@@ -178,7 +178,7 @@ class Compiler:
         return compiled
 
     def try_out(self, spec: StructuredOutputsParams, compiled: LLMatcher) -> None:
-        """Raise InvalidSampling if a text cannot begin, or its first token takes too long to find."""
+        """Raise InvalidSampling if no text satisfies the form, or if its first token takes too long to find."""
         first = Matcher(compiled.deep_copy(), compiled, self.vocabulary, frozenset(), None)
         mask = np.zeros((1, self.vocabulary.num_words), np.int32)
         start = time.monotonic()

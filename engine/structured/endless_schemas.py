@@ -1,7 +1,7 @@
-"""Refuses JSON schemas with values that must hold others without end. Such a row would only stop at its last token.
+"""Refuses JSON schemas in which a value must hold another value, and so on without end.
 
-What holds for a value is read as a rule of a grammar: alternatives, each a list of values that it must hold. A value
-ends if all values of some alternative end.
+An answer in such a form would go on until it has its most tokens. What holds for a value is read as a rule of a
+grammar: alternatives, each a list of values that it must hold. A value ends if all values of some alternative end.
 """
 
 import re
@@ -45,7 +45,7 @@ class _Rule(NamedTuple):
 def check_ends(document: SchemaDocument) -> None:
     """Raise NotEnforceable if a value may begin that can never end."""
     if not _has_cycle(document, document.related):
-        return
+        return  # no schema leads back to itself, so every value ends
     if _has_cycle(document, lambda schema: _together(document, schema)):
         raise NotEnforceable("in which a schema refers to itself, not to a part of its value")
     values = _Values(document)
@@ -58,7 +58,8 @@ def check_ends(document: SchemaDocument) -> None:
             continue
         if len(rules) == MAX_VALUES:
             raise NotEnforceable("in which too many choices hold together")
-        rule = rules[value] = values.rule(value)
+        rule = values.rule(value)
+        rules[value] = rule
         waiting += [part for parts in rule.alternatives for part in parts]
         waiting += rule.optional
     endless = rules.keys() - _grown(rules, _can_end) - _grown(rules, _is_impossible)
@@ -86,7 +87,7 @@ def _together(document: SchemaDocument, schema: Mapping[str, Any]) -> list[Any]:
 def _grown(
     rules: Mapping[_Value, _Rule], is_next: Callable[[_Rule, set[_Value]], bool]
 ) -> set[_Value]:
-    """Return the smallest set of values that has each value of which `is_next` is true, given the set."""
+    """Grow a set of values from nothing: add values whose rules satisfy `is_next` with the set so far, while any do."""
     users = defaultdict(set)
     for value, rule in rules.items():
         for parts in rule.alternatives:
@@ -255,7 +256,7 @@ def _largest(schemas: Iterable[Mapping[str, Any]], key: str) -> float:
 
 
 def is_match(pattern: str, name: str) -> bool:
-    """Whether a property's name is one of a pattern of patternProperties."""
+    """Whether a pattern of patternProperties matches a property's name."""
     try:
         return re.search(pattern, name) is not None
     except re.error:  # another dialect, or no pattern: llguidance reports it

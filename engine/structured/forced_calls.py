@@ -46,9 +46,9 @@ class ForcedCalls:
         form = self._form
         option = name_of(params)
         if form is None or form.write is None:
-            name = "is not known" if form is None else f"({form.name}) cannot be forced"
+            reason = "is not known" if form is None else f"({form.name}) cannot be forced"
             raise InvalidSampling(
-                f"{option} cannot be served: this model's form of tool calls {name}"
+                f"{option} cannot be served: this model's form of tool calls {reason}"
             )
         functions = _chosen(params)
         names = [f"call_{number}" for number in range(len(functions))]
@@ -61,8 +61,8 @@ class ForcedCalls:
             names.append("answer")
             rules.append(f"answer: {_answer(params.structured_outputs, option)}")
         start = " | ".join(names)
-        # A call may begin as an answer's JSON does. llguidance takes the longest text that any rule begins with, and
-        # does not go back: only a blank behind the brace leads out of the call.
+        # A call and an answer in JSON may both begin with a brace. llguidance follows the longest text with which a
+        # rule begins, and does not go back: if that is the call's, an answer needs a blank behind its brace.
         return StructuredOutputsParams(
             grammar="\n".join([f"start: {start}", *rules]),
             allow_whitespace=params.tool_choice is None,

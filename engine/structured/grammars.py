@@ -98,9 +98,10 @@ class Grammars:
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def begin(self) -> Future[None] | None:
-        """Start to read a large vocabulary, here and in a process, so that the first form need not wait.
+        """Begin to read a large vocabulary, here and in a child process, so that the first form need not wait.
 
-        A small one takes less than a second: None is returned. The first form gets the error if reading fails.
+        Returns None for a small vocabulary: it is read when the first form comes, in less than a second. If reading
+        fails, the first form gets the error.
         """
         if self._backend is None or self._vocab_size < SMALL_VOCABULARY:
             return None
@@ -192,7 +193,8 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._starting:
             if self._started is not None:
-                self._started[1].close(kill=True)  # a thread that waits for one learns of it
+                # Killed, so that a thread that waits for a reply gets an error now.
+                self._started[1].close(kill=True)
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
         compiler, children = self._start()
@@ -217,13 +219,12 @@ class Grammars:
                     raise InvalidSampling(
                         f"{NAME} needs a tokenizer of the tokenizers package; this model has none"
                     )
-                known = (
-                    max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-                )
+                token_ids = self._backend.get_vocab(with_added_tokens=True).values()
+                num_known = max(token_ids, default=-1) + 1
                 added = self._backend.get_added_tokens_decoder()
                 vocabulary: dict[str, Any] = {
                     "tokenizer": tokenizer_of_bytes(self._backend.to_str()),
-                    "num_tokens": max(known, self._vocab_size),
+                    "num_tokens": max(num_known, self._vocab_size),
                     "eos_token_ids": self._eos_token_ids,
                     "control_tokens": {
                         token.content: token_id for token_id, token in added.items()

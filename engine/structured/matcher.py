@@ -81,7 +81,7 @@ class Matcher:
 
         fresh: the grammar's own state, which stays at the beginning; `accepts` copies it. end_token_ids: every id that
         ends the completion. allowed: a mask of the tokens allowed, [words] int32; None for all tokens.
-        forget: called when the machine fails. All copies of a grammar share one lexer, so later rows need a new one.
+        forget: called when the machine fails: a grammar's copies share one lexer, so later rows need a new grammar.
         """
         self._forget = forget
         self.machine = machine
@@ -149,7 +149,10 @@ class Matcher:
         return self.machine.validate_tokens(before_end)
 
     def along(self, guesses: list[int]) -> list[Matcher]:
-        """Return this matcher, and one behind each of these tokens; all of them must be possible."""
+        """Return this matcher, and for each of these tokens a copy that has accepted the tokens up to this one.
+
+        guesses: tokens that may all come next, one behind another.
+        """
         matchers = [self]
         for token_id in guesses:
             following = copy(matchers[-1])
@@ -223,16 +226,17 @@ MIN_TOKENS = 2
 
 
 class JumpAhead:
-    """Says which tokens a grammar forces: a Forcing of engine.schedule, of a sequence with a matcher."""
+    """Says which tokens a grammar forces in one sequence: a Forcing of engine.schedule."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
 
     @classmethod
     def of(cls, matcher: Matcher, params: SamplingParams) -> JumpAhead | None:
-        """Return a matcher's JumpAhead, or None if it must not force tokens.
+        """Return a matcher's JumpAhead, or None if tokens must not be forced.
 
-        It must not if it cannot tell them, if one may be banned, or if log probabilities are wanted.
+        They must not if the vocabulary leaves open which they are, if a forced token may be banned, or if log
+        probabilities are wanted.
         """
         if not matcher.vocabulary.is_canonical:
             return None

@@ -129,7 +129,8 @@ CLOCK = "strftime_now"
 def read_clock(template: str | None) -> tuple[str, ...] | None:
     """Return the formats in which a template writes the present time; () if it writes none.
 
-    None if nobody can say beforehand what it writes: it computes the format, or writes something random.
+    Returns None if nobody can say beforehand what the template writes: it computes a format, or writes something
+    random.
     """
     from jinja2 import nodes
 
@@ -147,6 +148,7 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
         for call in calls
         if len(call.args) == 1 and isinstance(call.args[0], nodes.Const)
     ]
+    # A format is computed, or the function is used otherwise than by calls and tests, such as under another name.
     if len(formats) < len(calls) or names.count(CLOCK) > len(calls) + len(tests):
         return None
     return tuple(sorted(set(map(str, formats))))

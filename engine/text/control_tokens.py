@@ -1,8 +1,8 @@
 """ControlTokens: keeps values from forging tokens that open turns, end them or stand for pictures.
 
-Where a value spells such a token, BREAK goes behind the first character of the spelling. If only the beginning of a
-spelling stands at the value's end, it gets BREAK too, as the next value may complete it. So neither the template nor
-the tokenizer sees a token.
+BREAK is two characters that Unicode keeps for a program's own use. Where a value spells such a token, BREAK goes behind
+the first character of the spelling. If only the beginning of a spelling stands at the value's end, it gets BREAK too,
+as the next value may complete it. So neither the template nor the tokenizer sees a token.
 
 Tokens without BREAK are genuine: they are replaced by names that no text has. Then BREAK is taken out, and a second
 tokenizer reads the text. It knows the control tokens by these names alone, and splits all else as the first one does.
@@ -15,7 +15,7 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
-#: Two characters that Unicode keeps for a program's own use. `jobs` writes it into filled templates too.
+#: `jobs` writes this into filled templates too.
 BREAK = "\ufdd0\ufdd1"
 
 
@@ -33,7 +33,7 @@ class ControlTokens:
         self._added_texts = added
         self._kept_texts = kept
         self.texts = frozenset(texts)
-        self._added = _pattern(added)
+        self._added_pattern = _pattern(added)
         self._control = Spellings(self.texts)
         self._in_answers = Spellings(self.texts.difference(kept))
         self._names = {
@@ -53,7 +53,10 @@ class ControlTokens:
         return self._control.broken(value)
 
     def broken_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with BREAK in each control token that it spells, but for those an assistant may write."""
+        """Return a message with BREAK in each control token that it spells.
+
+        An assistant's message may hold some control tokens: these get no BREAK there.
+        """
         spellings = self._in_answers if message["role"] == "assistant" else self._control
         return {name: spellings.broken(value) for name, value in message.items()}
 
@@ -65,7 +68,7 @@ class ControlTokens:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text that may hold BREAK."""
         # While BREAK is still there, only genuine control tokens match.
-        named = self._added.sub(lambda match: self._names.get(match[0], match[0]), text)
+        named = self._added_pattern.sub(lambda match: self._names.get(match[0], match[0]), text)
         encoding = self._literal_tokenizer().encode(
             named.replace(BREAK, ""), add_special_tokens=add_special_tokens
         )

@@ -57,7 +57,7 @@ class Continuations:
     def _with_word(self, prompt: str, token_ids: list[int], word: str, texts: Texts) -> Tails:
         """Return the tokens of the prompt's last word, and tails that begin with it.
 
-        Returns UNLIKE if the tokens of the whole texts are others.
+        Returns UNLIKE if the prompt and a text, tokenized as a whole, have other tokens.
         """
         word_ids = self._tokenizer.encode_alone(word)
         if (
@@ -128,9 +128,10 @@ def _without(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> tuple[int, 
 
 
 def _last_words(text: str) -> list[str]:
-    """Return the text's last word twice: with the white space before it, and without. Tokenizers differ in this.
+    """Return the text's last word twice: with the white space before it, and without.
 
-    Returns [] if no white space is near the end.
+    Some tokenizers join a word with the space before it, and others do not. Returns [] if no white space is near the
+    end.
     """
     end = text[-MAX_LAST_WORD:]
     start = max((i for i, char in enumerate(end) if char.isspace()), default=-1)
@@ -251,7 +252,7 @@ class PromptReader:
         if num_tokens > most_tokens:
             raise PromptTooLong(
                 f"the prompt and its longest continuation have {num_tokens} tokens; this engine "
-                f"takes {most_tokens} (max_model_len={self.max_model_len}, and one that is scored alone)"
+                f"takes {most_tokens} (max_model_len={self.max_model_len}, plus one that is only scored)"
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
             self.check_ids(token_ids)
@@ -287,9 +288,9 @@ class PromptReader:
     def token_ids(
         self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1
     ) -> list[int]:
-        """Return the token ids of a text, or a checked copy of given ones. Raises InvalidPrompt or PromptTooLong.
+        """Return a text's token ids, or a checked copy of a list of token ids. Raises InvalidPrompt or PromptTooLong.
 
-        truncate_prompt_tokens: of SamplingParams. room: tokens of max_model_len that are kept for new ones.
+        truncate_prompt_tokens: as in SamplingParams. room: tokens of max_model_len that are kept for new tokens.
         """
         most = self.max_model_len - room
         if isinstance(prompt, list) and prompt and all(isinstance(part, str) for part in prompt):
@@ -318,12 +319,14 @@ class PromptReader:
     def _check_length(self, what: str, num_tokens: int, room: int) -> None:
         most = self.max_model_len - room
         if num_tokens > most:
-            part = {1: ", less one new token", SCORED_ROOM: ", and one that is scored alone"}.get(
-                room, ""
-            )
+            less_or_more = {
+                1: ", less one new token",
+                SCORED_ROOM: ", plus one that is only scored",
+            }
             raise PromptTooLong(
-                f"{what} {num_tokens} tokens; this engine takes {most} (max_model_len={self.max_model_len}, which "
-                f"model and KV pool bound{part}): shorten it, or cut it by truncate_prompt_tokens where that is taken"
+                f"{what} {num_tokens} tokens; this engine takes {most} (max_model_len={self.max_model_len}, as the "
+                f"model and the KV pool allow{less_or_more.get(room, '')}): shorten it, or cut it by "
+                "truncate_prompt_tokens where that is taken"
             )
 
     def check_ids(self, token_ids: Iterable[object]) -> None:
@@ -339,7 +342,10 @@ class PromptReader:
     def truncated(
         self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1
     ) -> list[int]:
-        """Return the last truncate_prompt_tokens tokens; for None all, for -1 as many as leave `room`."""
+        """Return the last truncate_prompt_tokens tokens.
+
+        None keeps all tokens. -1 keeps the most that leave `room` tokens of max_model_len.
+        """
         if truncate_prompt_tokens is None:
             return token_ids
         most = self.max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens

@@ -23,7 +23,8 @@ MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write beh
 class Mark:
     """A mark's text, and the tokens that write it.
 
-    token_id: the only token that counts as the mark, also if other tokens spell it; None if any tokens may write it.
+    token_id: the only token that counts as the mark, as other tokens that spell it are text; None if any tokens may
+    write the mark.
     is_hidden: the texts of completions leave it out.
     """
 
@@ -82,9 +83,11 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
             rest = text
         before = ""
     elif opened and end not in before:
-        if end not in rest and before.strip():
+        is_in_middle = before.strip() != ""
+        if is_in_middle and end not in rest:
             return None, text
     elif end in text:
+        # The span began before the text.
         before = ""
         rest = text
     else:
@@ -110,10 +113,10 @@ class ThinkingBudget:
         needs_text = marks.start.token_id is None or marks.end.token_id is None
         self._text = text() if needs_text else None
         self._tail = ""
-        self._left: int | None = budget if span is Span.OPEN else None  # None outside a span
+        self._budget_left: int | None = budget if span is Span.OPEN else None  # None outside a span
 
     def first(self) -> tuple[int, ...]:
-        return self._marks.end.token_ids if self._left == 0 else ()
+        return self._marks.end.token_ids if self._budget_left == 0 else ()
 
     def after(self, token_id: int, num_left: int) -> tuple[int, ...]:
         if self._text is not None:
@@ -121,18 +124,18 @@ class ThinkingBudget:
             self._tail = self._tail[-longest:] + self._text.add(token_id)
         if num_left:  # some tokens of a forced end mark are still to come
             return ()
-        if self._left == 0:  # this token was the last one of the forced end mark
-            self._left = None
+        if self._budget_left == 0:  # this token was the last one of the forced end mark
+            self._budget_left = None
             self._tail = ""
-        elif self._left is None:
+        elif self._budget_left is None:
             if self._completes(self._marks.start, token_id):
-                self._left = self._budget
+                self._budget_left = self._budget
                 self._tail = ""
         elif self._completes(self._marks.end, token_id):
-            self._left = None
+            self._budget_left = None
             self._tail = ""
         else:
-            self._left -= 1
+            self._budget_left -= 1
         return self.first()
 
     def _completes(self, mark: Mark, token_id: int) -> bool:
@@ -320,13 +323,14 @@ class Reasoner:
         )
 
     def _analysis(self) -> Marks:
-        """Return the marks of reasoning for a model with channels. The end mark, when forced, opens the answer too."""
-        start = Mark(
-            harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START))
-        )
-        return Marks(
-            start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START)))
-        )
+        """Return the marks of reasoning for a model with channels.
+
+        The end mark has more tokens than its text: if it is forced, its tokens also open the answer.
+        """
+        start_ids = self._tokenizer.encode_behind(harmony.REASONING_START)
+        end_ids = self._tokenizer.encode_behind(harmony.ANSWER_START)
+        start = Mark(harmony.REASONING_START, tuple(start_ids))
+        return Marks(start, Mark(harmony.END, tuple(end_ids)))
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS

@@ -70,7 +70,7 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
 def _build(
     pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normalizer: dict[int, Any]
 ) -> Any:
-    """Build the tokenizer; text between special tokens gets a space before each part, as in Llama 2's."""
+    """Build the tokenizer. Special tokens cut a text into parts, and each gets a space before it, as in Llama 2."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
     made: Any
@@ -84,15 +84,17 @@ def _build(
     else:
         made = models.Unigram([(text, score) for text, score, _ in pieces], unk_id, byte_fallback)
     tokenizer = Tokenizer(made)
-    steps: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
-    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if normalizer.get(4, 1):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if normalizer.get(3, 1):
-        steps.append(normalizers.Prepend(SPACE))
-        parts.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = decoders.Sequence(parts)
+    before: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
+    after: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    removes_extra_spaces = normalizer.get(4, 1)
+    if removes_extra_spaces:
+        before += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = normalizer.get(3, 1)
+    if has_prefix:
+        before.append(normalizers.Prepend(SPACE))
+        after.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence(after)
     tokenizer.add_tokens(
         [
             # a symbol with spaces is found only after spaces are written as in the vocabulary
@@ -117,7 +119,8 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
 
 def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
     """Read a piece's text, score and kind."""
-    return fields[1].decode(), *struct.unpack("<f", fields.get(2, NO_SCORE)), fields.get(3, NORMAL)
+    (score,) = struct.unpack("<f", fields.get(2, NO_SCORE))
+    return fields[1].decode(), score, fields.get(3, NORMAL)
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, Any]]:

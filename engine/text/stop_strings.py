@@ -52,9 +52,11 @@ class IncrementalText:
             self._num_given = 0
             self._decode = self._behind
             if token_id in self._joined:
+                # Its text may depend on the next token, so both are decoded together.
                 self._pending = [token_id]
                 self._num_given = len(self._behind([token_id]))
         elif len(self._pending) == WINDOW:
+            # No whole character has come for long: the first of these tokens are no longer decoded.
             self._pending = self._pending[-KEPT:]
             self._num_given = self._num_certain(self._decode(self._pending))
         return new_text

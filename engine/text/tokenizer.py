@@ -165,7 +165,7 @@ class Tokenizer:
         return [token_id]
 
     def encode_alone(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Return the token ids of the text, with no special tokens added. limit: of `encode`."""
+        """Return the token ids of the text, with no special tokens added. limit: as in `encode`."""
         return self._encode(text, limit, add_special_tokens=False)
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
@@ -311,8 +311,9 @@ class Tokenizer:
         known = self._token_texts.get(token_id)
         if known is None:
             text = self.decode([token_id], follows_text=True, skip_special_tokens=False)
-            partial = self._partial_bytes(token_id) if INCOMPLETE in text else None
-            known = self._token_texts[token_id] = TokenText(text, partial)
+            partial_bytes = self._partial_bytes(token_id) if INCOMPLETE in text else None
+            known = TokenText(text, partial_bytes)
+            self._token_texts[token_id] = known
         return known
 
     def _partial_bytes(self, token_id: int) -> bytes | None:
@@ -370,7 +371,10 @@ class Tokenizer:
     def chat_token_ids(
         self, messages: Messages, *, limit: int | None = None, **options: Any
     ) -> list[int]:
-        """Return a conversation's token ids. limit: of `encode`. options: of `chat_text`. Raises what both raise."""
+        """Return a conversation's token ids. options: those of `chat_text`. Raises what `chat_text` and `encode` raise.
+
+        limit: as in `encode`.
+        """
         return self.encode_alone(self.chat_text(messages, **options), limit=limit)
 
     def chat_text(
@@ -434,6 +438,7 @@ class Tokenizer:
         self._control = self._control.with_texts(texts)
 
     def _control_texts(self) -> set[str]:
+        """Return the texts of special tokens, and of other added tokens that the template writes around a turn."""
         special = {text for text, token in self.added_tokens.items() if token.is_special}
         chat = [HELLO, {"role": "assistant", "content": "text"}, HELLO]
         turns = "".join(self._probe.texts(chat) + self._probe.texts([HELLO]))

@@ -270,7 +270,7 @@ _XML_CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|\Z")
 
 
 def _qwen_xml(text: str) -> list[Piece]:
-    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>. Its last end may be missing."""
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>, perhaps without the last tags."""
     return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_VALUE_END, _XML_CLOSE)
 
 
