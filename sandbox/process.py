@@ -165,7 +165,7 @@ class Child:
         self._imported.add(module)
 
     def _check_import(self, message: Mapping[str, Any]) -> None:
-        """Raise an error if the machine ran out of something during imports. They run only our code, and have no limits."""
+        """Raise an error if the machine ran out of something. Imports run only our code, and have no limits."""
         if message["end"] == "memory":
             raise MemoryError("a child process found no memory for its imports")
         if message["end"] == "raised" and message["errno"] is not None:

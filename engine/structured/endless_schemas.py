@@ -25,7 +25,8 @@ class NotEnforceable(ValueError):
 class _Value(NamedTuple):
     """A value of a document, as the schemas that it must satisfy, all at once.
 
-    schemas: their ids, as of id(). chosen: ids of the lists of choices (such as `anyOf`) from which one is in schemas.
+    schemas: ids of the schemas, by Python's id(). chosen: ids of lists of choices, such as an `anyOf`, of which one
+    choice is among the schemas.
     """
 
     schemas: frozenset[int]

@@ -86,7 +86,7 @@ class ForcedCalls:
         return text in self._template or text in self._added_tokens
 
     def _terms(self, text: str, form: ToolForm) -> Iterator[str]:
-        """Yield a text as terms of a grammar: marks of the form as tokens. A mark that ends the answer comes last."""
+        """Yield a text as terms of a grammar, with the form's marks as tokens, up to a mark that ends the answer."""
         marks = "|".join(re.escape(mark) for mark in form.marks)
         for part in re.split(f"({marks})", text):
             token = self._added_tokens.get(part) if part in form.marks else None

@@ -175,9 +175,9 @@ def fill_masks(
     """Write each matcher's mask of the tokens that may come next: [matchers, num_words] int32, contiguous.
 
     End tokens are in a mask if the text may end. If a mask leaves no token, the next id is negative, and `accept`
-    raises for it. matchers: they share one vocabulary. one_by_one: compute one mask after another, as for a small
-    vocabulary; a large one's masks are else computed side by side. One after another, a mask that takes longer than
-    MAX_MASK_S fails its matcher.
+    raises for it. matchers: they share one vocabulary.
+    one_by_one: compute one mask after another, as for a small vocabulary; else the masks of a large vocabulary are
+    computed side by side. One after another, a mask that takes longer than MAX_MASK_S fails its matcher.
     """
     vocabulary = matchers[0].vocabulary
     address = masks.ctypes.data

@@ -155,9 +155,9 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
 
 
 def at_time(template: str, now: float) -> str:
-    """Return a template that writes this Unix time as the present. If its formats are not known, it stays as it is.
+    """Return a template that writes this Unix time as the present. It stays as it is if `read_clock` finds no formats.
 
-    A macro replaces the function, as transformers hands no functions to templates.
+    A macro takes the place of the function that gives the time, as transformers hands no functions to templates.
     """
     formats = read_clock(template)
     if not formats:

@@ -261,6 +261,7 @@ class PromptReader:
     def _continued(
         self, prompt: object, continuations: Sequence[str | Sequence[int]], *, truncates: bool
     ) -> tuple[list[int], tuple[Tail, ...]]:
+        """Return the tokens that all continuations share, and the tail of each. truncates: the prompt is cut later."""
         texts = tuple(part for part in continuations if isinstance(part, str))
         if not isinstance(prompt, str) or len(texts) < len(continuations):
             most = -1 if truncates else None
@@ -270,6 +271,7 @@ class PromptReader:
             for part in continuations:
                 tails.append(next(alone) if isinstance(part, str) else (tuple(part), 0))
             return before, tuple(tails)
+        # The prompt's last spaces become part of each continuation.
         text = prompt.rstrip()
         spaces = prompt[len(text) :]
         texts = tuple(spaces + continuation for continuation in texts)
@@ -281,8 +283,8 @@ class PromptReader:
         # An empty prompt: the prefix stands before the texts, and is not doubled.
         prefix = self._tokenizer.prefix
         tails = []
-        for token_ids, _ in self._continuations.alone(texts):
-            tails.append((_without(token_ids, tuple(prefix)), 0))
+        for tail_ids, _ in self._continuations.alone(texts):
+            tails.append((_without(tail_ids, tuple(prefix)), 0))
         return prefix, tuple(tails)
 
     def token_ids(

@@ -230,7 +230,7 @@ class Reasoner:
     ) -> ThinkingBudget:
         """Return the ThinkingBudget of one completion.
 
-        mark_texts: the marks, () for the model's own. follows_text: of Tokenizer.decode.
+        mark_texts: the texts of the marks, () for the model's own marks. follows_text: as in Tokenizer.decode.
         Raises InvalidSampling if there are no marks.
         """
         marks = (

@@ -251,7 +251,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """The `tokenizers.Tokenizer` behind it, None if there is none."""
+        """The `tokenizers.Tokenizer` that does the work; None if this tokenizer has none."""
         return getattr(self._tokenizer, "backend_tokenizer", None)
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -281,8 +281,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of token ids, without special tokens unless they are asked for.
 
-        follows_text: text stands before it, so the first token keeps its space.
-        spaces_between_special_tokens: of SamplingParams; it holds for all tokens added to the vocabulary.
+        follows_text: other text stands before this text, so the first token keeps its space.
+        spaces_between_special_tokens: as in SamplingParams; it holds for all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
         whole = anchor + token_ids

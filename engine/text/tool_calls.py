@@ -301,10 +301,10 @@ def _tagged(
         arguments = dict[str, str]()
         at = call.end()
         while pair := key.match(text, at):
-            place = bisect_left(ends, (pair.end(), 0))
-            if place == len(ends):
+            next_end = bisect_left(ends, (pair.end(), 0))
+            if next_end == len(ends):
                 break
-            start, end = ends[place]
+            start, end = ends[next_end]
             value = text[pair.end() : start]
             if opening.search(value) and "</" not in text[start:end]:
                 # Another call begins before this value ends.
