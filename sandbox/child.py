@@ -61,7 +61,7 @@ class Worker:
         """Send a message to the worker and return its next one. The worker may take any time for that."""
         faulthandler.cancel_dump_traceback_later()
         frames.send(self._channel, message, body)
-        del message, body
+        del message, body  # their memory is free while this process waits
         try:
             received = frames.receive(self._channel, _MAX_MESSAGE)
         except MemoryError:

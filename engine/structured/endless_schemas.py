@@ -1,7 +1,7 @@
 """Refuses JSON schemas in which a value must hold another value, and so on without end.
 
-An answer in such a form would go on until it has its most tokens. What holds for a value is read as a rule of a
-grammar: alternatives, each a list of values that it must hold. A value ends if all values of some alternative end.
+An answer in such a form would only end at max_tokens. The schemas of a value are read as a rule of a grammar:
+alternatives, each a list of values that the value must hold. A value ends if all values of some alternative end.
 """
 
 import re
@@ -150,7 +150,7 @@ class _Values:
         """Return what a value consists of. Choices are resolved first, one list of them at a time."""
         schemas = [self._schemas[schema_id] for schema_id in value.schemas]
         if False in schemas:
-            return _Rule([], [])
+            return _Rule([], [])  # no value satisfies the schemas
         for schema in schemas:
             for key in ("anyOf", "oneOf"):
                 choices = listed(schema, key)
@@ -165,7 +165,7 @@ class _Values:
                     ways.append([way])
                 return _Rule(ways, [])
         if any("const" in schema or "enum" in schema for schema in schemas):
-            return _Rule([[]], [])
+            return _Rule([[]], [])  # written as it stands, whatever it holds
         types = set(TYPES)
         for schema in schemas:
             types &= _types(schema)

@@ -247,10 +247,12 @@ class Reasoner:
             raise InvalidSampling(
                 f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
             )
-        # Channel marks show only in text with special tokens.
-        skips = marks.start.text != harmony.REASONING_START
+        # The marks of channels are special tokens, so the text to search must have these.
+        has_channel_marks = marks.start.text == harmony.REASONING_START
         text = partial(
-            self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips
+            self._tokenizer.incremental_text,
+            follows_text=follows_text,
+            skip_special_tokens=not has_channel_marks,
         )
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 

@@ -120,7 +120,7 @@ class Tokenizer:
             backend, self.added_tokens, self._control_texts(), REASONING_TEXTS
         )
         self._takes_short_ids = self._probe.takes_short_ids_alone()
-        # Developer messages become system messages only if the template shows these and not the others.
+        # Developer messages become system messages only if the template shows system messages, but no developer ones.
         shows_developer = self._probe.shows_role(DEVELOPER)
         self._takes_developer = shows_developer or not self._probe.shows_role(SYSTEM)
 
