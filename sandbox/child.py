@@ -61,10 +61,11 @@ class Worker:
         """Send a message to the worker and return its next one. The worker may take any time for that."""
         faulthandler.cancel_dump_traceback_later()
         frames.send(self._channel, message, body)
-        del message, body
+        del message, body  # their memory is free while this process waits
         try:
             received = frames.receive(self._channel, _MAX_MESSAGE)
-        except MemoryError:  # the rest of the message would be taken for the next one
+        except MemoryError:
+            # The rest of this message is still unread, and would be taken for the next message.
             os._exit(frames.OUT_OF_MEMORY)
         self._limit_time()
         return received
@@ -94,7 +95,7 @@ class Worker:
         return {"end": "done"}
 
     def _limit_time(self) -> None:
-        """Have the system end this process if the next reply takes too long, in time or in CPU time."""
+        """Have the system end this process if the next reply takes too long, by the clock or in CPU time."""
         faulthandler.dump_traceback_later(self._limit_s + _MARGIN_S, exit=True, file=self._devnull)
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = int(used.ru_utime + used.ru_stime + self._limit_s + _MARGIN_S) + 1
@@ -116,16 +117,17 @@ def unlimited_memory() -> Iterator[None]:
         yield
     finally:
         _base_bytes = _data_bytes()
-        limit = (
-            hard_limit if limit_before == hard_limit else limit_before - base_before + _base_bytes
-        )
+        limit = hard_limit
+        if limit_before != hard_limit:
+            # A task's limit was set: the task keeps what it had beyond the base.
+            limit = limit_before - base_before + _base_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
 
 def _limit_memory(task_bytes: int) -> None:
     """Let this process take `task_bytes` beside what its imports take."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if _base_bytes:  # without it, a limit could be below what is in use
+    if _base_bytes:  # else the memory in use is not known, and could be over the limit already
         resource.setrlimit(resource.RLIMIT_DATA, (_base_bytes + task_bytes, hard))
 
 
@@ -141,7 +143,8 @@ def main(fd: int) -> None:
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, MAX_FILES),) * 2)
+    max_files = min(files, MAX_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     with unlimited_memory():
         worker = Worker(socket.socket(fileno=fd))
     with suppress(EOFError, OSError):

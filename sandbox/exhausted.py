@@ -1,6 +1,6 @@
 """Recognizes the errors of a machine that has run out of something. No row and no job is to blame for them.
 
-The limits of a child's task are another matter, as only that task reaches them.
+A child's task that reaches its own limits is another matter: only that task is to blame.
 """
 
 import errno

@@ -28,7 +28,7 @@ def send(
 ) -> None:
     """Send a message and the bytes that follow it. Raises OSError if the other side does not read.
 
-    limit_s: seconds for each of the two; None for any time.
+    limit_s: seconds that the message may take, and the bytes again; None for any time.
     """
     text = json.dumps(message).encode()
     channel.settimeout(limit_s)

@@ -46,7 +46,7 @@ class Pool:
 
     @contextmanager
     def lent(self) -> Iterator[Child]:
-        """Lend a child. An error in the body ends it, because its reply would reach the next user."""
+        """Lend a child. An error in the `with` block ends the child: a late reply would reach the child's next user."""
         child, is_new = self._take()
         try:
             if is_new and self._set_up is not None:

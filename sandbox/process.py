@@ -56,7 +56,7 @@ class ChildFailed(Exception):
 
 
 class ChildDied(ChildFailed):
-    """Raised if a child has ended, by its task or by a signal."""
+    """Raised if a child process has ended before its task, through the task itself or a signal."""
 
 
 class ChildTooSlow(ChildFailed):
@@ -72,9 +72,9 @@ Fetch = Callable[[Mapping[str, Any]], bytes]
 
 
 class Child:
-    """A child process, for one thread at a time. A call that raises ChildFailed has ended it.
+    """A child process, for one thread at a time. A call that raises ChildFailed has ended the process.
 
-    notes: the texts that the child has seen lately, as its caller notes them.
+    notes: the texts that the child remembers. The caller writes them here.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Child:
         self._imported.add(module)
 
     def _check_import(self, message: Mapping[str, Any]) -> None:
-        """Raise an error if the machine lacked something for imports, which have no limits and run only our code."""
+        """Raise an error if the machine ran out of something. Imports run only our code, and have no limits."""
         if message["end"] == "memory":
             raise MemoryError("a child process found no memory for its imports")
         if message["end"] == "raised" and message["errno"] is not None:

@@ -1,4 +1,4 @@
-"""Recent: a bounded memory by text. A child and its worker keep the same texts in theirs."""
+"""Recent: a bounded memory by text. A child and its worker have one each, and both keep the same texts."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -15,7 +15,7 @@ V = TypeVar("V")
 class Recent(Generic[V]):
     """Keeps the values that were used last, by their texts.
 
-    If two memories see the same texts in the same order, they keep the same ones. The last text always stays.
+    Two memories that see the same texts in the same order keep the same texts. The last text always stays.
     """
 
     def __init__(self) -> None:

@@ -81,9 +81,10 @@ def _names(texts: dict[int, str], added: dict[int, Any], space: str) -> dict[int
 
 
 def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
-    """Replace the texts of a model's tokens by their names."""
+    """Replace the texts of a model's tokens by their names. space: the character that the model writes for a space."""
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]]
+        # Tokens added to the vocabulary have no score; the least is given to them.
         scores += [min(scores)] * (len(names) - len(scores))
         model["vocab"] = [[names[token_id], score] for token_id, score in enumerate(scores)]
         return
@@ -92,14 +93,15 @@ def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
     model["dropout"] = None
     vocabulary = {name: token_id for token_id, name in names.items()}
     model["vocab"] = vocabulary
-    num_marks = len(model["continuing_subword_prefix"] or "")
+    prefix_length = len(model["continuing_subword_prefix"] or "")
     merges = (
         [left.replace(space, " "), right.replace(space, " ")] for left, right in model["merges"]
     )
+    # A merge stays only if both its tokens and the token that they make have kept their texts.
     model["merges"] = [
         [left, right]
         for left, right in merges
-        if left in vocabulary and right in vocabulary and left + right[num_marks:] in vocabulary
+        if left in vocabulary and right in vocabulary and left + right[prefix_length:] in vocabulary
     ]
 
 

@@ -51,7 +51,9 @@ def portable(pattern: str) -> str:
         elif part.startswith("[\\"):
             part = _ALL_CHARACTERS
         elif part[0] == "[":
-            negated.append((bool(negated) and negated[-1]) != ("^" in part))
+            # A class within a class: two negations undo each other.
+            is_in_negated = bool(negated) and negated[-1]
+            negated.append(is_in_negated != ("^" in part))
             part = part.replace("]", r"\]")  # a bracket that comes first is a character
         elif part == "]" and negated:
             negated.pop()
@@ -60,12 +62,17 @@ def portable(pattern: str) -> str:
 
 
 def _escape(escape: str, negated: list[bool]) -> str:
+    """Write an escape as every dialect reads it. negated: for each open bracketed class, whether it is negated.
+
+    Characters on which dialects differ never match. So the class is written with the least characters that it may mean;
+    but if they are negated once, by the escape or by the bracket, with the most.
+    """
     name = escape[1:]
     if name.lower() not in _LEAST:
         return {"\\Z": r"\z", "\\/": "/"}.get(escape, escape)
     is_complement = name.isupper()
-    turned = bool(negated) and negated[-1]
-    characters = (_MOST if is_complement != turned else _LEAST)[name.lower()]
+    is_in_negated = bool(negated) and negated[-1]
+    characters = (_MOST if is_complement != is_in_negated else _LEAST)[name.lower()]
     if is_complement:
         return f"[^{characters}]"
     return characters if negated else f"[{characters}]"
@@ -111,7 +118,7 @@ class Compiler:
         eos_token_ids: list[int],
         control_tokens: Mapping[str, int],
     ) -> None:
-        """Take up to four seconds to read a vocabulary. Raises InvalidSampling for one that cannot be served.
+        """Read a vocabulary, which takes up to four seconds. Raises InvalidSampling for one that cannot be served.
 
         tokenizer: as `tokenizer_of_bytes` writes it. eos_token_ids: the ids that end a text. control_tokens: ids of the
         tokens that grammars may name, such as `<tool_call>`.
@@ -124,7 +131,7 @@ class Compiler:
                 tokenizer,
                 n_vocab=num_tokens,
                 eos_token=eos_token_ids or None,
-                # sets of tokens that are allowed together: with a small vocabulary they cost more than they save
+                # Slices: sets of tokens that are often allowed together. For few tokens they cost more than they save.
                 slices=[] if num_tokens < SMALL_VOCABULARY else None,
             )
         except Exception as error:  # whatever it makes of a vocabulary
@@ -171,7 +178,7 @@ class Compiler:
         return compiled
 
     def try_out(self, spec: StructuredOutputsParams, compiled: LLMatcher) -> None:
-        """Raise InvalidSampling if a text cannot begin, or its first token takes too long to find."""
+        """Raise InvalidSampling if no text satisfies the form, or if its first token takes too long to find."""
         first = Matcher(compiled.deep_copy(), compiled, self.vocabulary, frozenset(), None)
         mask = np.zeros((1, self.vocabulary.num_words), np.int32)
         start = time.monotonic()
@@ -217,7 +224,7 @@ def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
 
     def part(match: re.Match[str]) -> str:
         name = match["token"]
-        if name is None or name.startswith("<["):
+        if name is None or name.startswith("<["):  # no token, or a token named by its id
             return match[0]
         if name not in control_tokens:
             raise InvalidSampling(

@@ -1,7 +1,7 @@
-"""Refuses JSON schemas with values that must hold others without end. Such a row would only stop at its last token.
+"""Refuses JSON schemas in which a value must hold another value, and so on without end.
 
-What holds for a value is read as a rule of a grammar: alternatives, each a list of values that it must hold. A value
-ends if all values of some alternative end.
+An answer in such a form would only end at max_tokens. The schemas of a value are read as a rule of a grammar:
+alternatives, each a list of values that the value must hold. A value ends if all values of some alternative end.
 """
 
 import re
@@ -23,14 +23,21 @@ class NotEnforceable(ValueError):
 
 
 class _Value(NamedTuple):
-    """A value's schemas, which hold together, by id. chosen: lists of choices of which one is among them."""
+    """A value of a document, as the schemas that it must satisfy, all at once.
+
+    schemas: ids of the schemas, by Python's id(). chosen: ids of lists of choices, such as an `anyOf`, of which one
+    choice is among the schemas.
+    """
 
     schemas: frozenset[int]
     chosen: frozenset[int] = frozenset()
 
 
 class _Rule(NamedTuple):
-    """alternatives: values that a value must hold, for each way to write it. optional: values that it may hold."""
+    """What a value consists of.
+
+    alternatives: for each way to write the value, the values that it must hold. optional: values that it may hold.
+    """
 
     alternatives: list[list[_Value]]
     optional: list[_Value]
@@ -39,7 +46,7 @@ class _Rule(NamedTuple):
 def check_ends(document: SchemaDocument) -> None:
     """Raise NotEnforceable if a value may begin that can never end."""
     if not _has_cycle(document, document.related):
-        return
+        return  # no schema leads back to itself, so every value ends
     if _has_cycle(document, lambda schema: _together(document, schema)):
         raise NotEnforceable("in which a schema refers to itself, not to a part of its value")
     values = _Values(document)
@@ -52,7 +59,8 @@ def check_ends(document: SchemaDocument) -> None:
             continue
         if len(rules) == MAX_VALUES:
             raise NotEnforceable("in which too many choices hold together")
-        rule = rules[value] = values.rule(value)
+        rule = values.rule(value)
+        rules[value] = rule
         waiting += [part for parts in rule.alternatives for part in parts]
         waiting += rule.optional
     endless = rules.keys() - _grown(rules, _can_end) - _grown(rules, _is_impossible)
@@ -73,14 +81,14 @@ def _has_cycle(document: SchemaDocument, following: Any) -> bool:
 
 
 def _together(document: SchemaDocument, schema: Mapping[str, Any]) -> list[Any]:
-    """List the schemas that hold for every value of a schema."""
+    """List the schemas that a value must satisfy because it satisfies this one."""
     return [*listed(schema, "allOf"), document.target(schema.get("$ref"))]
 
 
 def _grown(
     rules: Mapping[_Value, _Rule], is_next: Callable[[_Rule, set[_Value]], bool]
 ) -> set[_Value]:
-    """Return the smallest set of values that has each value of which `is_next` is true, given the set."""
+    """Grow a set of values from nothing: add values whose rules satisfy `is_next` with the set so far, while any do."""
     users = defaultdict(set)
     for value, rule in rules.items():
         for parts in rule.alternatives:
@@ -130,37 +138,38 @@ class _Values:
             schema = waiting.pop()
             if schema is not False and not isinstance(schema, dict):
                 continue
-            if id(schema) not in together:
-                together.add(id(schema))
-                self._schemas[id(schema)] = schema
-                waiting += _together(self._document, schema) if schema else ()
+            if id(schema) in together:
+                continue
+            together.add(id(schema))
+            self._schemas[id(schema)] = schema
+            if schema:
+                waiting += _together(self._document, schema)
         return _Value(frozenset(together), chosen)
 
     def rule(self, value: _Value) -> _Rule:
-        """Return how a value is written."""
+        """Return what a value consists of. Choices are resolved first, one list of them at a time."""
         schemas = [self._schemas[schema_id] for schema_id in value.schemas]
         if False in schemas:
-            return _Rule([], [])
+            return _Rule([], [])  # no value satisfies the schemas
         for schema in schemas:
             for key in ("anyOf", "oneOf"):
                 choices = listed(schema, key)
-                if choices and id(choices) not in value.chosen:
-                    chosen = value.chosen | {id(choices)}
-                    # a choice that leads back to these choices is the same value again
-                    leads_back = [id(schema) in self.of([choice]).schemas for choice in choices]
-                    ways = [self.of([*schemas, choice], chosen) for choice in choices]
-                    return _Rule(
-                        [
-                            [value if same else way]
-                            for way, same in zip(ways, leads_back, strict=True)
-                        ],
-                        [],
-                    )
+                if not choices or id(choices) in value.chosen:
+                    continue
+                chosen = value.chosen | {id(choices)}
+                ways = []
+                for choice in choices:
+                    # A choice that refers back to this schema makes the same value again.
+                    leads_back = id(schema) in self.of([choice]).schemas
+                    way = value if leads_back else self.of([*schemas, choice], chosen)
+                    ways.append([way])
+                return _Rule(ways, [])
         if any("const" in schema or "enum" in schema for schema in schemas):
-            return _Rule([[]], [])
+            return _Rule([[]], [])  # written as it stands, whatever it holds
         types = set(TYPES)
         for schema in schemas:
             types &= _types(schema)
+        # A value that is no object and no array need hold no other values.
         alternatives: list[list[_Value]] = [[]] if types - {"object", "array"} else []
         optional: list[_Value] = []
         if "object" in types:
@@ -172,27 +181,24 @@ class _Values:
     def _add_object(
         self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]
     ) -> None:
+        """Add what an object of these schemas must hold, and what else it may hold."""
         required = {name for schema in schemas for name in listed(schema, "required")}
         needed = [self._property(schemas, name) for name in required]
         declared = {name for schema in schemas for name in named(schema, "properties")}
-        more = [self._property(schemas, name) for name in declared - required]
-        more += [
+        others = [self._property(schemas, name) for name in declared - required]
+        others += [
             self.of([part])
             for schema in schemas
             for part in named(schema, "patternProperties").values()
         ]
-        more.append(
-            self.of(
-                [
-                    schema["additionalProperties"]
-                    for schema in schemas
-                    if "additionalProperties" in schema
-                ]
-            )
-        )
-        optional += more
+        undeclared = [
+            schema["additionalProperties"] for schema in schemas if "additionalProperties" in schema
+        ]
+        others.append(self.of(undeclared))
+        optional += others
         if _largest(schemas, "minProperties") > len(required):
-            alternatives += [[*needed, member] for member in more]
+            # The object must hold at least one property beside the required ones.
+            alternatives += [[*needed, other] for other in others]
         else:
             alternatives.append(needed)
 
@@ -214,20 +220,22 @@ class _Values:
     def _add_array(
         self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]
     ) -> None:
+        """Add what an array of these schemas must hold, and what else it may hold."""
         longest = max(len(_first_items(schema)) for schema in schemas) if schemas else 0
+        # The item behind the longest list of first items stands for all further ones.
         items = [self._item(schemas, place) for place in range(longest + 1)]
         optional += items
-        least = _largest(schemas, "minItems")
-        alternatives.append([item for place, item in enumerate(items) if place < least])
+        num_needed = _largest(schemas, "minItems")
+        needed = [item for place, item in enumerate(items) if place < num_needed]
+        alternatives.append(needed)
 
     def _item(self, schemas: list[Any], place: int) -> _Value:
         parts = []
         for schema in schemas:
             first = _first_items(schema)
-            beyond = schema.get(
-                "additionalItems" if isinstance(schema.get("items"), list) else "items"
-            )
-            parts.append(first[place] if place < len(first) else beyond)
+            # In older schemas, `items` is the list of first items, and `additionalItems` holds for the others.
+            key = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+            parts.append(first[place] if place < len(first) else schema.get(key))
         return self.of(parts)
 
 
@@ -249,7 +257,7 @@ def _largest(schemas: Iterable[Mapping[str, Any]], key: str) -> float:
 
 
 def is_match(pattern: str, name: str) -> bool:
-    """Whether a property's name is one of a pattern of patternProperties."""
+    """Whether a pattern of patternProperties matches a property's name."""
     try:
         return re.search(pattern, name) is not None
     except re.error:  # another dialect, or no pattern: llguidance reports it

@@ -1,6 +1,7 @@
 """ForcedCalls: writes the grammar by which an answer is a call of a tool, in the model's own form of calls.
 
-With structured outputs and no forced call, the answer may have their form instead.
+A request may have structured outputs and tools, and force no call. Then the grammar allows a call, and also an answer
+in the form of the structured outputs.
 """
 
 import json
@@ -38,16 +39,16 @@ class ForcedCalls:
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
 
     def form(self, params: SamplingParams) -> StructuredOutputsParams:
-        """Return the form of a text that is a call, or also has the request's structured outputs.
+        """Return the form of a text that is a call. Raises InvalidSampling.
 
-        The latter only if no tool_choice forces a call. Raises InvalidSampling.
+        If no tool_choice forces a call, a text in the form of the request's structured outputs is allowed too.
         """
         form = self._form
         option = name_of(params)
         if form is None or form.write is None:
-            name = "is not known" if form is None else f"({form.name}) cannot be forced"
+            reason = "is not known" if form is None else f"({form.name}) cannot be forced"
             raise InvalidSampling(
-                f"{option} cannot be served: this model's form of tool calls {name}"
+                f"{option} cannot be served: this model's form of tool calls {reason}"
             )
         functions = _chosen(params)
         names = [f"call_{number}" for number in range(len(functions))]
@@ -60,15 +61,15 @@ class ForcedCalls:
             names.append("answer")
             rules.append(f"answer: {_answer(params.structured_outputs, option)}")
         start = " | ".join(names)
-        # A call may begin as an answer's JSON does. llguidance takes the longest text that any rule begins with, and
-        # does not go back: only a blank behind the brace leads out of the call.
+        # A call and an answer in JSON may both begin with a brace. llguidance follows the longest text with which a
+        # rule begins, and does not go back: if that is the call's, an answer needs a blank behind its brace.
         return StructuredOutputsParams(
             grammar="\n".join([f"start: {start}", *rules]),
             allow_whitespace=params.tool_choice is None,
         )
 
     def _rule(self, form: ToolForm, function: Mapping[str, Any], option: str) -> str:
-        """Return the rule of a function's calls. option: what the request has that needs it."""
+        """Return the rule of a function's calls. option: the part of the request that needs it, for errors."""
         assert form.write is not None
         if not _FUNCTION.fullmatch(function["name"]):
             wanted = (
@@ -85,7 +86,7 @@ class ForcedCalls:
         return text in self._template or text in self._added_tokens
 
     def _terms(self, text: str, form: ToolForm) -> Iterator[str]:
-        """Yield the terms of a text, in which the form's marks are tokens, up to a mark that ends it all."""
+        """Yield a text as terms of a grammar, with the form's marks as tokens, up to a mark that ends the answer."""
         marks = "|".join(re.escape(mark) for mark in form.marks)
         for part in re.split(f"({marks})", text):
             token = self._added_tokens.get(part) if part in form.marks else None
@@ -98,12 +99,12 @@ class ForcedCalls:
 
 
 def name_of(params: SamplingParams) -> str:
-    """Return what a request has that needs a grammar of calls, as errors name it."""
+    """Return how errors name the part of a request that needs a grammar of calls."""
     return BESIDE if params.tool_choice is None else "tool_choice"
 
 
 def _answer(spec: StructuredOutputsParams, option: str) -> str:
-    """Return what an answer that is no call consists of, in Lark's notation. Raises InvalidSampling."""
+    """Return the rule, in Lark's notation, of an answer that is no call. Raises InvalidSampling."""
     if spec.json is not None or spec.json_object:
         schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
         if schema is True:
@@ -137,7 +138,7 @@ def _chosen(params: SamplingParams) -> list[Mapping[str, Any]]:
 
 
 def _arguments(function: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object. option: what the request has that needs it."""
+    """Return the schema of a function's arguments, which are an object. option: as `name_of` returns it, for errors."""
     parameters = function.get("parameters")
     whose = f"the parameters of tool {brief(function['name'])}"
     schema = _NOTHING if parameters is None else parameters

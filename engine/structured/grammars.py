@@ -40,7 +40,7 @@ class NotTried(InvalidSampling):
     """Raised if no process could try a form, which is no fault of the form's."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(f"{NAME} cannot be compiled here: no process for it begins", str(error))
+        super().__init__(f"{NAME} cannot be compiled here: no process for it starts", str(error))
 
 
 def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
@@ -78,10 +78,10 @@ class Grammars:
         eos_token_ids: Iterable[int],
         forced_calls: Callable[[SamplingParams], StructuredOutputsParams] | None = None,
     ) -> None:
-        """backend: the model's `tokenizers.Tokenizer`, None if it has none. vocab_size: of the logits.
+        """backend: the model's `tokenizers.Tokenizer`; None if it has none. vocab_size: the number of logits.
 
-        eos_token_ids: ids that end a text, and are no part of it. forced_calls: says which texts are allowed where some
-        are calls of tools.
+        eos_token_ids: ids that end a text, and are no part of it. forced_calls: makes the form of a request's text if
+        the text must be, or may be, a call of a tool.
         """
         self._forced_calls = forced_calls
         self._backend = backend
@@ -89,8 +89,8 @@ class Grammars:
         self._eos_token_ids = sorted(eos_token_ids)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
-        self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
-        # Guards the two below. The engine's thread takes it, so nothing slow is done under it.
+        self._started: tuple[Compiler, Pool] | None = None
+        # Guards `_known` and `_latest`. The engine's thread takes this lock, so nothing slow is done under it.
         self._lock = Lock()
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
             WeakValueDictionary()
@@ -98,9 +98,10 @@ class Grammars:
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def begin(self) -> Future[None] | None:
-        """Start to read a large vocabulary, here and in a process, so that the first form need not wait.
+        """Begin to read a large vocabulary, here and in a child process, so that the first form need not wait.
 
-        A small one takes less than a second: None is returned. The first form gets the error if reading fails.
+        Returns None for a small vocabulary: it is read when the first form comes, in less than a second. If reading
+        fails, the first form gets the error.
         """
         if self._backend is None or self._vocab_size < SMALL_VOCABULARY:
             return None
@@ -109,7 +110,7 @@ class Grammars:
 
     @contextmanager
     def begun(self, is_needed: bool) -> Iterator[None]:
-        """Read a large vocabulary, if that is needed, beside what the caller does meanwhile; close if that raises."""
+        """Read a large vocabulary while the `with` block runs, if is_needed. Close the grammars if the block raises."""
         if is_needed:
             self.begin()
         try:
@@ -124,9 +125,9 @@ class Grammars:
             pass
 
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Have the grammar compiled, if there is one. Raises InvalidSampling, as the future does.
+        """Begin to compile a request's grammar; return None if it has none. Raises InvalidSampling, as the future does.
 
-        Hold the future until `matchers` is called.
+        Keep the future until `matchers` is called: a grammar whose future nobody keeps may be forgotten.
         """
         spec = self._form(params)
         return None if spec is None else self._prepared(spec)
@@ -171,7 +172,8 @@ class Grammars:
             return [None] * params.n
         try:
             compiled = self._prepared(spec).result()
-        except InvalidSampling as error:  # the future's own error goes to all who ask
+        except InvalidSampling as error:
+            # A new error is raised for each request, as all requests of the form share the future's error.
             if self._has_calls(params) and error.got is not None:
                 needed = "tools" if params.tool_choice is not None else "a form and tools"
                 wanted = f"{name_of(params)} needs {needed} that can be enforced"
@@ -180,15 +182,19 @@ class Grammars:
         assert self._started is not None
         vocabulary = self._started[0].vocabulary
         allowed = allowed_mask(params.allowed_token_ids, self._vocab_size)
-        shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, spec)
-        return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
+        forget = partial(self._forget, spec)
+        return [
+            Matcher(compiled.deep_copy(), compiled, vocabulary, end_token_ids, allowed, forget)
+            for _ in range(params.n)
+        ]
 
     def close(self) -> None:
         """Stop compiling, and end the processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._starting:
             if self._started is not None:
-                self._started[1].close(kill=True)  # a thread that waits for one learns of it
+                # Killed, so that a thread that waits for a reply gets an error now.
+                self._started[1].close(kill=True)
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
         compiler, children = self._start()
@@ -213,13 +219,12 @@ class Grammars:
                     raise InvalidSampling(
                         f"{NAME} needs a tokenizer of the tokenizers package; this model has none"
                     )
-                known = (
-                    max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-                )
+                token_ids = self._backend.get_vocab(with_added_tokens=True).values()
+                num_known = max(token_ids, default=-1) + 1
                 added = self._backend.get_added_tokens_decoder()
                 vocabulary: dict[str, Any] = {
                     "tokenizer": tokenizer_of_bytes(self._backend.to_str()),
-                    "num_tokens": max(known, self._vocab_size),
+                    "num_tokens": max(num_known, self._vocab_size),
                     "eos_token_ids": self._eos_token_ids,
                     "control_tokens": {
                         token.content: token_id for token_id, token in added.items()

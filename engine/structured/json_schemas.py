@@ -1,7 +1,7 @@
-"""Finds what llguidance would misread in a JSON schema, and rewrites it so that it holds, or refuses it.
+"""Finds what llguidance would misread in a JSON schema. It is rewritten so that llguidance enforces it, or refused.
 
 llguidance reads numbers as floats, and bounds of integers as 64 bits. It ignores patternProperties for a declared
-property, counts a repeated key twice, and begins a value that can never end.
+property, counts a key twice if it is repeated, and begins values that can never end.
 """
 
 import math
@@ -85,11 +85,9 @@ def _strings(value: Any) -> Iterator[str]:
 def _check_values(schema: Mapping[str, Any]) -> None:
     for value in _values(schema):
         for leaf in _leaves(value):
-            if (
-                isinstance(leaf, int)
-                and abs(leaf) > EXACT
-                and (abs(leaf) > LARGEST or int(float(leaf)) != leaf)
-            ):
+            if not isinstance(leaf, int) or abs(leaf) <= EXACT:
+                continue
+            if abs(leaf) > LARGEST or int(float(leaf)) != leaf:
                 raise NotEnforceable(f"whose integer {leaf} would be rounded: write it as a string")
 
 
@@ -102,8 +100,10 @@ def _check_factors(schema: Mapping[str, Any], document: SchemaDocument) -> None:
     }
     if not factors:
         return
+    # Multiplied by this denominator, all factors are whole numbers.
     denominator = math.lcm(*(factor.denominator for factor in factors))
-    if math.lcm(*(int(factor * denominator) for factor in factors)) > LARGEST_FACTOR:
+    whole_factors = [int(factor * denominator) for factor in factors]
+    if math.lcm(*whole_factors) > LARGEST_FACTOR:
         raise NotEnforceable(f"whose multipleOf has too many digits: the most is {LARGEST_FACTOR}")
 
 
@@ -114,7 +114,7 @@ def _has_factor(schema: Mapping[str, Any]) -> bool:
 def _with_choices(
     schema: Mapping[str, Any], document: SchemaDocument
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema, and all that may hold for the same value."""
+    """Yield a schema, and all schemas that may hold for the same value: its choices, and what it refers to."""
 
     def for_same_value(part: Mapping[str, Any]) -> list[Any]:
         choices = [choice for key in ("allOf", "anyOf", "oneOf") for choice in listed(part, key)]
@@ -126,7 +126,7 @@ def _with_choices(
 def _write_bounds(schema: dict[str, Any]) -> None:
     """Replace a bound that is no float by the next float inside it, so that no answer breaks the schema's bound.
 
-    An exclusive bound becomes the next integer's, as llguidance would add 1 to a float.
+    An exclusive bound is replaced by an inclusive bound of the next integer: llguidance would add 1 to a float.
     """
     for sign, key, exclusive in (
         (-1, "minimum", "exclusiveMinimum"),
@@ -136,15 +136,22 @@ def _write_bounds(schema: dict[str, Any]) -> None:
             bound = schema.get(name)
             if not _is_number(bound) or abs(bound) < EXACT:
                 continue
-            # with the sign, a minimum is a maximum too
-            most = min(sign * _whole(bound) - (name == exclusive), LARGEST)
+            # Multiplied by the sign, a minimum is a maximum too.
+            most = sign * _whole(bound)
+            if name == exclusive:
+                most -= 1
+            most = min(most, LARGEST)
             if most < -LARGEST:
                 raise NotEnforceable(f"whose {name} leaves no integer of 64 bits")
             nearest = float(most)
-            inner = int(nearest if nearest <= most else math.nextafter(nearest, -math.inf))
+            if nearest > most:
+                nearest = math.nextafter(nearest, -math.inf)
+            inner: int | float = int(nearest)
             del schema[name]
             other = schema.get(key)
-            schema[key] = sign * min(inner, sign * other) if _is_number(other) else sign * inner
+            if _is_number(other):
+                inner = min(inner, sign * other)
+            schema[key] = sign * inner
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -152,7 +159,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _whole(bound: float) -> int:
-    """Return a bound that is an integer, whatever its type. One beyond 64 bits may become another one there."""
+    """Return a bound of at least EXACT as an int. One that is far beyond 64 bits, such as infinity, is cut to 2**70."""
     return int(max(min(bound, 2**70), -(2**70)))
 
 
@@ -171,7 +178,7 @@ def _check_properties(schema: Mapping[str, Any]) -> None:
     num_required = len(set(required)) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
         raise NotEnforceable(
-            "whose minProperties one key, written more than once, would meet: require its properties"
+            "whose minProperties would be met by one key that is written more than once: require its properties"
         )
 
 

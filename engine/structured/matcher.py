@@ -30,9 +30,10 @@ MAX_THREADS = 4
 class Vocabulary:
     """The facts of a tokenizer that its matchers share.
 
-    num_words: of a mask. eos_words: [some] int64, the words of a mask with tokens that end a text; eos_bits: [some]
-    int32, the bits of these tokens. without_text: ids that stand for no text. encode: text to token ids.
-    is_canonical: forced text has forced tokens. executor: llguidance's threads, None for a small vocabulary.
+    num_words: the words of 32 bits in a mask. eos_words: int64, the places of the words that have tokens that end a
+    text. eos_bits: int32, for each of these words, the bits of these tokens. without_text: ids that stand for no text.
+    encode: makes token ids of a text. is_canonical: if the next text is certain, so are its tokens.
+    executor: llguidance's threads; None for a small vocabulary.
     """
 
     num_words: int
@@ -65,7 +66,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """A grammar's state behind a sequence's known tokens; preemption does not change it."""
+    """Follows one completion through its grammar, up to the last token known. Preemption does not change its state."""
 
     def __init__(
         self,
@@ -76,10 +77,11 @@ class Matcher:
         allowed: NDArray[np.int32] | None,
         forget: Callable[[], None] = lambda: None,
     ) -> None:
-        """machine: this matcher's own, at the text's beginning. fresh: the grammar's, which stays there, for `accepts`.
+        """machine: llguidance's state of this completion, at its beginning. Each token moves it.
 
-        end_token_ids: every id that ends the completion. allowed: [words] int32, None for all tokens.
-        forget: called when the machine fails: all copies of a grammar share one lexer, so later rows need another.
+        fresh: the grammar's own state, which stays at the beginning; `accepts` copies it. end_token_ids: every id that
+        ends the completion. allowed: a mask of the tokens allowed, [words] int32; None for all tokens.
+        forget: called when the machine fails: a grammar's copies share one lexer, so later rows need a new grammar.
         """
         self._forget = forget
         self.machine = machine
@@ -91,7 +93,7 @@ class Matcher:
         self.end_mask = token_mask(ends, vocabulary.num_words * WORD)
         self.allowed = allowed
         self.error: str | None = None
-        #: Whether its mask may be the one that took too long in an earlier step.
+        #: Whether this matcher's mask may be the one that took too long in an earlier step.
         self.is_suspect = False
 
     @property
@@ -105,12 +107,13 @@ class Matcher:
         return bool(self.machine.is_stopped() and self.machine.is_accepting())
 
     def accept(self, token_id: int) -> None:
-        """Learn the next token; one that ends the completion and stands for no text changes nothing.
+        """Learn the next token. A token that ends the completion and stands for no text changes nothing.
 
-        Raises GrammarFailed for a token that cannot stand there, a negative id, or any token once it has failed.
+        Raises GrammarFailed for a token that cannot stand there, for a negative id, which says that no token was
+        allowed, and for any token once the matcher has failed.
         """
         if token_id < 0 or self.error is not None:
-            # A guessed token's mask was made before the error.
+            # A matcher that has failed may still be given a guessed token, whose mask was made before.
             raise GrammarFailed(self.error or "no token is left that it allows")
         if token_id in self._ends:
             return
@@ -129,7 +132,7 @@ class Matcher:
             return []
         try:
             return self.machine.compute_ff_tokens()
-        except Exception as error:  # noqa: BLE001 - what a grammar makes it raise is the end of its row
+        except Exception as error:  # noqa: BLE001 - a grammar may make llguidance raise anything: only its row ends
             self.fail(str(error))
             return []
 
@@ -139,15 +142,17 @@ class Matcher:
         self._forget()
 
     def num_possible(self, guesses: list[int]) -> int:
-        """Return how many of these tokens, one behind another, may come next; one that ends the text does not count."""
+        """Return how many of these tokens, one behind another, may come next. One that ends the text does not count."""
         if self.is_suspect:
             return 0
-        return self.machine.validate_tokens(
-            list(takewhile(lambda token_id: token_id not in self._ends, guesses))
-        )
+        before_end = list(takewhile(lambda token_id: token_id not in self._ends, guesses))
+        return self.machine.validate_tokens(before_end)
 
     def along(self, guesses: list[int]) -> list[Matcher]:
-        """Return this matcher, and one behind each of these tokens; all of them must be possible."""
+        """Return this matcher, and for each of these tokens a copy that has accepted the tokens up to this one.
+
+        guesses: tokens that may all come next, one behind another.
+        """
         matchers = [self]
         for token_id in guesses:
             following = copy(matchers[-1])
@@ -169,9 +174,10 @@ def fill_masks(
 ) -> None:
     """Write each matcher's mask of the tokens that may come next: [matchers, num_words] int32, contiguous.
 
-    End tokens are in a mask if the text may end. If it leaves no token, `accept` of the missing one raises.
-    matchers: of one vocabulary.  one_by_one: compute them so even with a large vocabulary; then a mask that takes
-    longer than MAX_MASK_S fails its matcher, as it does with a small one.
+    End tokens are in a mask if the text may end. If a mask leaves no token, the next id is negative, and `accept`
+    raises for it. matchers: they share one vocabulary.
+    one_by_one: compute one mask after another, as for a small vocabulary; else the masks of a large vocabulary are
+    computed side by side. One after another, a mask that takes longer than MAX_MASK_S fails its matcher.
     """
     vocabulary = matchers[0].vocabulary
     address = masks.ctypes.data
@@ -220,14 +226,18 @@ MIN_TOKENS = 2
 
 
 class JumpAhead:
-    """Says which tokens a grammar forces: a Forcing of engine.schedule, of a sequence with a matcher."""
+    """Says which tokens a grammar forces in one sequence: a Forcing of engine.schedule."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
 
     @classmethod
     def of(cls, matcher: Matcher, params: SamplingParams) -> JumpAhead | None:
-        """Return one; None if nothing can be forced, a forced token may be banned, or log probabilities are wanted."""
+        """Return a matcher's JumpAhead, or None if tokens must not be forced.
+
+        They must not if the vocabulary leaves open which they are, if a forced token may be banned, or if log
+        probabilities are wanted.
+        """
         if not matcher.vocabulary.is_canonical:
             return None
         may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens

@@ -36,7 +36,7 @@ class SchemaDocument:
                 self._by_anchor[schema["$anchor"]] = schema
 
     def schemas(self) -> Iterator[dict[str, Any]]:
-        """Yield the schema, and all schemas inside it or referred to."""
+        """Yield the whole schema, the schemas inside it, and those to which they refer, once each."""
         return walk([self.root], self.related)
 
     def related(self, schema: Mapping[str, Any]) -> list[Any]:
@@ -97,7 +97,7 @@ def named(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 def walk(
     schemas: list[Any], following: Callable[[dict[str, Any]], list[Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield schemas that are objects, once each, and those that follow them."""
+    """Yield the schemas that are objects, and those that `following` lists for each, once each."""
     waiting = [*schemas]
     seen = set[int]()
     while waiting:

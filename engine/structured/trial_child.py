@@ -17,17 +17,18 @@ _trial: Callable[[StructuredOutputsParams], str] | None = None
 
 
 def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Read the vocabulary that forms are tried with; no form's limits of time and memory include this."""
+    """Read the vocabulary with which forms are tried. Its memory does not count towards a form's limit."""
     global _trial
     with unlimited_memory():
         compiler = Compiler(**worker.question)
-        deep = _thread(STACK_BYTES)
-        shallow = _thread(MASK_STACK_BYTES)
+        # Each of the two steps has a thread of its own, with a smaller stack than it has in the engine.
+        compiling_thread = _thread(STACK_BYTES)
+        mask_thread = _thread(MASK_STACK_BYTES)
 
     def tried(spec: StructuredOutputsParams) -> str:
         grammar = compiler.grammar_of(spec)
-        compiled = deep.submit(compiler.compile, spec, grammar).result()
-        shallow.submit(compiler.try_out, spec, compiled).result()
+        compiled = compiling_thread.submit(compiler.compile, spec, grammar).result()
+        mask_thread.submit(compiler.try_out, spec, compiled).result()
         return grammar
 
     _trial = tried

@@ -52,8 +52,8 @@ Messages = list[dict[str, Any]]
 def read_template(folder: Path, name: str | None) -> str | None:
     """Read a chat template of a model folder by its name; for None the default one, or the only one.
 
-    None if the folder has no template. Raises ConfigError, listing the names, if there is no such name, or no default
-    among several.
+    Returns None if the folder has no template. Raises ConfigError, which lists the names, if no template has the name,
+    or if there are several templates and none is the default.
     """
     try:
         templates = _read_templates(folder)
@@ -129,7 +129,8 @@ CLOCK = "strftime_now"
 def read_clock(template: str | None) -> tuple[str, ...] | None:
     """Return the formats in which a template writes the present time; () if it writes none.
 
-    None if nobody can say beforehand what it writes: it computes the format, or writes something random.
+    Returns None if nobody can say beforehand what the template writes: it computes a format, or writes something
+    random.
     """
     from jinja2 import nodes
 
@@ -147,15 +148,16 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
         for call in calls
         if len(call.args) == 1 and isinstance(call.args[0], nodes.Const)
     ]
+    # A format is computed, or the function is used otherwise than by calls and tests, such as under another name.
     if len(formats) < len(calls) or names.count(CLOCK) > len(calls) + len(tests):
         return None
     return tuple(sorted(set(map(str, formats))))
 
 
 def at_time(template: str, now: float) -> str:
-    """Return a template that writes this Unix time as the present. If its formats are not known, it stays as it is.
+    """Return a template that writes this Unix time as the present. It stays as it is if `read_clock` finds no formats.
 
-    A macro replaces the function, as transformers hands no functions to templates.
+    A macro takes the place of the function that gives the time, as transformers hands no functions to templates.
     """
     formats = read_clock(template)
     if not formats:

@@ -1,10 +1,11 @@
 """ControlTokens: keeps values from forging tokens that open turns, end them or stand for pictures.
 
-BREAK goes into a value behind the first character of each such token that it spells. A spelling that only begins at the
-value's end gets BREAK too, as the next value may complete it. So neither the template nor the tokenizer sees a token.
+BREAK is two characters that Unicode keeps for a program's own use. Where a value spells such a token, BREAK goes behind
+the first character of the spelling. If only the beginning of a spelling stands at the value's end, it gets BREAK too,
+as the next value may complete it. So neither the template nor the tokenizer sees a token.
 
 Tokens without BREAK are genuine: they are replaced by names that no text has. Then BREAK is taken out, and a second
-tokenizer, which knows the control tokens by these names alone, reads the text. It splits as the first one does.
+tokenizer reads the text. It knows the control tokens by these names alone, and splits all else as the first one does.
 """
 
 import json
@@ -14,7 +15,7 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
-#: Two characters that Unicode keeps for a program's own use. `jobs` writes it into filled templates too.
+#: `jobs` writes this into filled templates too.
 BREAK = "\ufdd0\ufdd1"
 
 
@@ -32,7 +33,7 @@ class ControlTokens:
         self._added_texts = added
         self._kept_texts = kept
         self.texts = frozenset(texts)
-        self._added = _pattern(added)
+        self._added_pattern = _pattern(added)
         self._control = Spellings(self.texts)
         self._in_answers = Spellings(self.texts.difference(kept))
         self._names = {
@@ -52,7 +53,10 @@ class ControlTokens:
         return self._control.broken(value)
 
     def broken_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with BREAK in each control token that it spells, but for those an assistant may write."""
+        """Return a message with BREAK in each control token that it spells.
+
+        An assistant's message may hold some control tokens: these get no BREAK there.
+        """
         spellings = self._in_answers if message["role"] == "assistant" else self._control
         return {name: spellings.broken(value) for name, value in message.items()}
 
@@ -63,12 +67,12 @@ class ControlTokens:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text that may hold BREAK."""
-        marked = self._added.sub(lambda match: self._names.get(match[0], match[0]), text).replace(
-            BREAK, ""
+        # While BREAK is still there, only genuine control tokens match.
+        named = self._added_pattern.sub(lambda match: self._names.get(match[0], match[0]), text)
+        encoding = self._literal_tokenizer().encode(
+            named.replace(BREAK, ""), add_special_tokens=add_special_tokens
         )
-        return list(
-            self._literal_tokenizer().encode(marked, add_special_tokens=add_special_tokens).ids
-        )
+        return list(encoding.ids)
 
     def _literal_tokenizer(self) -> Any:
         """Return the tokenizer that knows control tokens by their names alone. The first call makes it."""
@@ -105,7 +109,9 @@ class Spellings:
 
     def _broken_end(self, text: str) -> str:
         broken = text
-        for at in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
+        earliest = max(len(text) - self._longest, 0)
+        # From the end, as each BREAK moves what follows it.
+        for at in reversed(range(earliest, len(text))):
             if text[at:] in self._beginnings:
                 broken = broken[: at + 1] + BREAK + broken[at + 1 :]
         return broken

@@ -88,12 +88,15 @@ def open_header(prompt: str) -> str:
 
 
 class AnswerChannels:
-    """Tells the answer from reasoning and calls, token by token. marks: texts by token id. header: `open_header`'s."""
+    """Tells the answer from reasoning and calls, token by token.
+
+    marks: the texts of marks by token id. header: the prompt's open header, as `open_header` returns it.
+    """
 
     def __init__(self, marks: Mapping[int, str], header: str) -> None:
         self._marks = marks
         self._header = header
-        self._is_plain = True
+        self._is_plain = True  # no mark has come yet
         self._is_answer: bool | None = None  # None within a header
         self._take(MESSAGE if header.endswith(MESSAGE) else "")
 

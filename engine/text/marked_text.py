@@ -1,4 +1,4 @@
-"""Writes the marks that a completion's tokens stand for into its text, and tells them from text that spells one."""
+"""Writes marks, such as those of reasoning and tool calls, into a completion's text, and tells them from mere text."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -18,16 +18,17 @@ def with_marks(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
 ) -> str:
-    """Return a completion's text with all marks that its tokens write, also those that it leaves out.
+    """Return a completion's text with all marks among its tokens, also the marks that the text leaves out.
 
-    marks: their texts by token id. broken: marks that count as tokens alone. Where other tokens spell one, the text
-    returned has BREAK. The rest are the arguments of `decode` with which the text was made.
+    marks: the texts of marks by token id. broken: marks that count only as a token of their own. Where other tokens
+    spell such a mark, the text returned has BREAK. The other arguments are those of the `decode` that made the text.
     """
     decode = partial(
         tokenizer.decode,
         skip_special_tokens=skip_special_tokens,
         spaces_between_special_tokens=spaces_between_special_tokens,
     )
+    # What the text has of each mark: nothing if it leaves the mark out.
     in_text = {
         token_id: decode([token_id], follows_text=True)
         for token_id in set(token_ids) & marks.keys()
@@ -37,8 +38,8 @@ def with_marks(
         return text
     spellings = Spellings(broken)
     written = ""
-    done = 0
-    begin = 0
+    done = 0  # characters of the text that are written
+    begin = 0  # place of the first token behind the last mark
     for place, token_id in enumerate(token_ids):
         if token_id not in in_text:
             continue

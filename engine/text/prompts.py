@@ -39,9 +39,9 @@ class Continuations:
         return remembered[1]
 
     def behind(self, prompt: str, token_ids: list[int], texts: Texts) -> Tails:
-        """Return the tokens before all tails of a prompt's continuations, and the tails.
+        """Return the tokens that all continuations of a prompt share, and the tail of each continuation.
 
-        prompt: not empty, and with no space at its end.  token_ids: the prompt's.
+        prompt: not empty, and with no space at its end. token_ids: the prompt's.
         """
         for word in _last_words(prompt):
             remembered = self._remembered.get((word, texts))
@@ -55,7 +55,10 @@ class Continuations:
         return self._with_all(prompt, token_ids, texts)
 
     def _with_word(self, prompt: str, token_ids: list[int], word: str, texts: Texts) -> Tails:
-        """Return the word's tokens, and tails that begin with it; UNLIKE if whole texts are tokenized otherwise."""
+        """Return the tokens of the prompt's last word, and tails that begin with it.
+
+        Returns UNLIKE if the prompt and a text, tokenized as a whole, have other tokens.
+        """
         word_ids = self._tokenizer.encode_alone(word)
         if (
             not word_ids
@@ -65,9 +68,9 @@ class Continuations:
             return UNLIKE
         before = token_ids[: -len(word_ids)]
         tails = [tuple(self._tokenizer.encode_alone(word + text)) for text in texts]
-        whole = [self._tokenizer.encode(prompt + text) for text in texts]
-        if any([*before, *tail] != whole_ids for tail, whole_ids in zip(tails, whole, strict=True)):
-            return UNLIKE
+        for text, tail in zip(texts, tails, strict=True):
+            if self._tokenizer.encode(prompt + text) != [*before, *tail]:
+                return UNLIKE
         return word_ids, tuple((tail, len(word_ids)) for tail in tails)
 
     def _with_all(self, prompt: str, token_ids: list[int], texts: Texts) -> Tails:
@@ -77,10 +80,11 @@ class Continuations:
         return token_ids[:num_shared], tuple((whole[num_shared:], first) for whole in wholes)
 
     def _remember(self, key: tuple[str, Texts], tails: Tails) -> Tails:
+        _, texts = key
         with self._lock:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
-            if sum(map(len, key[1])) <= MAX_CHARS:
+            if sum(map(len, texts)) <= MAX_CHARS:
                 self._remembered[key] = tails
         return tails
 
@@ -101,8 +105,8 @@ class Continued:
 def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
     """Return tails that are scored from the first token at which any two of them differ.
 
-    A label may merge with the prompt's end into one token, and then this token tells it from the others: "Sentiment:"
-    and "negative" share ":n". Tokens that all labels have in common do not change their probabilities.
+    A label's beginning may share a token with the prompt's end, and this token can tell labels apart: ":n" holds the
+    end of "Sentiment:" and the beginning of "negative". Tokens that all labels have in common do not tell them apart.
     """
     lowest = min(token_ids for token_ids, _ in tails)
     highest = max(token_ids for token_ids, _ in tails)
@@ -112,13 +116,23 @@ def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the first tokens that are equal in both."""
+    """Count the tokens at the beginning that are equal in both."""
     pairs = zip(one, other, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))
+    differences = (i for i, (x, y) in enumerate(pairs) if x != y)
+    return next(differences, min(len(one), len(other)))
+
+
+def _without(token_ids: tuple[int, ...], prefix: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens without the prefix, if they begin with it."""
+    return token_ids[len(prefix) :] if token_ids[: len(prefix)] == prefix else token_ids
 
 
 def _last_words(text: str) -> list[str]:
-    """Return the last word with the white space before it, and without: tokenizers differ."""
+    """Return the text's last word twice: with the white space before it, and without.
+
+    Some tokenizers join a word with the space before it, and others do not. Returns [] if no white space is near the
+    end.
+    """
     end = text[-MAX_LAST_WORD:]
     start = max((i for i, char in enumerate(end) if char.isspace()), default=-1)
     return [end[start:], end[start + 1 :]] if start >= 0 else []
@@ -192,8 +206,7 @@ class PromptReader:
         if context:
             return tuple(continuation), tuple(context)
         prefix = tuple(self._tokenizer.prefix)
-        token_ids = tuple(continuation)
-        return token_ids[1:] if token_ids[:1] == prefix else token_ids, prefix
+        return _without(tuple(continuation), prefix), prefix
 
     def continued(
         self,
@@ -206,10 +219,11 @@ class PromptReader:
     ) -> Continued:
         """Return the tokens before all of a prompt's continuations, and their tails.
 
-        A text behind a text is tokenized together with it, and the prompt's last spaces are part of it; a text behind
-        token ids is tokenized alone. num_ends: end tokens behind each. are_labels: the continuations are compared with
-        each other, so all are scored from the first token at which any two differ. Raises InvalidPrompt or
-        PromptTooLong.
+        A continuation that is a text is tokenized together with a prompt that is a text, and the prompt's last spaces
+        are part of the continuation. Behind a prompt of token ids it is tokenized alone.
+        num_ends: the number of end tokens behind each continuation. are_labels: the continuations are compared with
+        each other, so all are scored from the first token at which any two differ.
+        Raises InvalidPrompt or PromptTooLong.
         """
         before, tails = self._continued(
             prompt, continuations, truncates=truncate_prompt_tokens is not None
@@ -220,22 +234,25 @@ class PromptReader:
                     raise InvalidPrompt(
                         f"continuation {number} has no token of its own behind the prompt"
                     )
-        longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
-        whole = self.max_model_len - SCORED_ROOM
+        longest_tail = max(len(token_ids) for token_ids, _ in tails) + num_ends
+        most_tokens = self.max_model_len - SCORED_ROOM
+        # Tails may begin with the prompt's last tokens: those before the first token that is scored.
+        num_prompt_tokens_in_tail = tails[0][1]
         if truncate_prompt_tokens is not None:
-            most = whole - longest
+            most_before = most_tokens - longest_tail
             if truncate_prompt_tokens != -1:
-                most = min(most, truncate_prompt_tokens - tails[0][1])
-            before = before[-max(1, most) :]
-        num_prompt_tokens = len(before) + tails[0][1]
+                most_before = min(most_before, truncate_prompt_tokens - num_prompt_tokens_in_tail)
+            before = before[-max(1, most_before) :]
+        num_prompt_tokens = len(before) + num_prompt_tokens_in_tail
         if are_labels and len(tails) > 1:
             tails = from_first_difference(tails)
             if not before and tails[0][1] == 0:
                 before = self._tokenizer.prefix  # the first token scored needs a token before it
-        if len(before) + longest > whole:
+        num_tokens = len(before) + longest_tail
+        if num_tokens > most_tokens:
             raise PromptTooLong(
-                f"the prompt and its longest continuation have {len(before) + longest} tokens; this engine "
-                f"takes {whole} (max_model_len={self.max_model_len}, and one that is scored alone)"
+                f"the prompt and its longest continuation have {num_tokens} tokens; this engine "
+                f"takes {most_tokens} (max_model_len={self.max_model_len}, plus one that is only scored)"
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
             self.check_ids(token_ids)
@@ -244,6 +261,7 @@ class PromptReader:
     def _continued(
         self, prompt: object, continuations: Sequence[str | Sequence[int]], *, truncates: bool
     ) -> tuple[list[int], tuple[Tail, ...]]:
+        """Return the tokens that all continuations share, and the tail of each. truncates: the prompt is cut later."""
         texts = tuple(part for part in continuations if isinstance(part, str))
         if not isinstance(prompt, str) or len(texts) < len(continuations):
             most = -1 if truncates else None
@@ -253,6 +271,7 @@ class PromptReader:
             for part in continuations:
                 tails.append(next(alone) if isinstance(part, str) else (tuple(part), 0))
             return before, tuple(tails)
+        # The prompt's last spaces become part of each continuation.
         text = prompt.rstrip()
         spaces = prompt[len(text) :]
         texts = tuple(spaces + continuation for continuation in texts)
@@ -261,16 +280,19 @@ class PromptReader:
                 text, limit=None if truncates else self.max_model_len
             )
             return self._continuations.behind(text, token_ids, texts)
+        # An empty prompt: the prefix stands before the texts, and is not doubled.
         prefix = self._tokenizer.prefix
-        alone = iter(self._continuations.alone(texts))
-        return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
+        tails = []
+        for tail_ids, _ in self._continuations.alone(texts):
+            tails.append((_without(tail_ids, tuple(prefix)), 0))
+        return prefix, tuple(tails)
 
     def token_ids(
         self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1
     ) -> list[int]:
-        """Return the token ids of a text, or a checked copy of given ones. Raises InvalidPrompt or PromptTooLong.
+        """Return a text's token ids, or a checked copy of a list of token ids. Raises InvalidPrompt or PromptTooLong.
 
-        truncate_prompt_tokens: of SamplingParams. room: tokens of max_model_len that are kept for new ones.
+        truncate_prompt_tokens: as in SamplingParams. room: tokens of max_model_len that are kept for new tokens.
         """
         most = self.max_model_len - room
         if isinstance(prompt, list) and prompt and all(isinstance(part, str) for part in prompt):
@@ -299,12 +321,14 @@ class PromptReader:
     def _check_length(self, what: str, num_tokens: int, room: int) -> None:
         most = self.max_model_len - room
         if num_tokens > most:
-            part = {1: ", less one new token", SCORED_ROOM: ", and one that is scored alone"}.get(
-                room, ""
-            )
+            less_or_more = {
+                1: ", less one new token",
+                SCORED_ROOM: ", plus one that is only scored",
+            }
             raise PromptTooLong(
-                f"{what} {num_tokens} tokens; this engine takes {most} (max_model_len={self.max_model_len}, which "
-                f"model and KV pool bound{part}): shorten it, or cut it by truncate_prompt_tokens where that is taken"
+                f"{what} {num_tokens} tokens; this engine takes {most} (max_model_len={self.max_model_len}, as the "
+                f"model and the KV pool allow{less_or_more.get(room, '')}): shorten it, or cut it by "
+                "truncate_prompt_tokens where that is taken"
             )
 
     def check_ids(self, token_ids: Iterable[object]) -> None:
@@ -320,7 +344,10 @@ class PromptReader:
     def truncated(
         self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1
     ) -> list[int]:
-        """Return the last truncate_prompt_tokens tokens; for None all, for -1 as many as leave `room`."""
+        """Return the last truncate_prompt_tokens tokens.
+
+        None keeps all tokens. -1 keeps the most that leave `room` tokens of max_model_len.
+        """
         if truncate_prompt_tokens is None:
             return token_ids
         most = self.max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens

@@ -23,8 +23,9 @@ MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write beh
 class Mark:
     """A mark's text, and the tokens that write it.
 
-    token_id: the one token that writes it, while others that spell it are text; None if any tokens may write it.
-    is_hidden: completions' texts leave it out.
+    token_id: the only token that counts as the mark, as other tokens that spell it are text; None if any tokens may
+    write the mark.
+    is_hidden: the texts of completions leave it out.
     """
 
     text: str
@@ -82,9 +83,11 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
             rest = text
         before = ""
     elif opened and end not in before:
-        if end not in rest and before.strip():
+        is_in_middle = before.strip() != ""
+        if is_in_middle and end not in rest:
             return None, text
     elif end in text:
+        # The span began before the text.
         before = ""
         rest = text
     else:
@@ -97,9 +100,9 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
 
 
 class ThinkingBudget:
-    """Closes a span once it has `budget` tokens: a Forcing of engine.schedule.
+    """Closes a span of reasoning once it has `budget` tokens: a Forcing of engine.schedule.
 
-    budget: the most tokens between the marks. text: makes the text of tokens, needed if a mark is no single token.
+    budget: the most tokens between the marks. text: makes the text of tokens; it is needed if a mark is not one token.
     """
 
     def __init__(
@@ -110,29 +113,29 @@ class ThinkingBudget:
         needs_text = marks.start.token_id is None or marks.end.token_id is None
         self._text = text() if needs_text else None
         self._tail = ""
-        self._left: int | None = budget if span is Span.OPEN else None  # None outside a span
+        self._budget_left: int | None = budget if span is Span.OPEN else None  # None outside a span
 
     def first(self) -> tuple[int, ...]:
-        return self._marks.end.token_ids if self._left == 0 else ()
+        return self._marks.end.token_ids if self._budget_left == 0 else ()
 
     def after(self, token_id: int, num_left: int) -> tuple[int, ...]:
         if self._text is not None:
             longest = max(len(self._marks.start.text), len(self._marks.end.text))
             self._tail = self._tail[-longest:] + self._text.add(token_id)
-        if num_left:  # tokens of the end mark are still to come
+        if num_left:  # some tokens of a forced end mark are still to come
             return ()
-        if self._left == 0:  # that was the end mark's last token
-            self._left = None
+        if self._budget_left == 0:  # this token was the last one of the forced end mark
+            self._budget_left = None
             self._tail = ""
-        elif self._left is None:
+        elif self._budget_left is None:
             if self._completes(self._marks.start, token_id):
-                self._left = self._budget
+                self._budget_left = self._budget
                 self._tail = ""
         elif self._completes(self._marks.end, token_id):
-            self._left = None
+            self._budget_left = None
             self._tail = ""
         else:
-            self._left -= 1
+            self._budget_left -= 1
         return self.first()
 
     def _completes(self, mark: Mark, token_id: int) -> bool:
@@ -151,7 +154,7 @@ class LeadingSpan:
         self._marks = marks
         self._is_open = span is Span.OPEN
         self._is_over = span is Span.CLOSED
-        # The end mark is passed; line breaks there are no part of the answer.
+        # The end mark has come, but no answer yet: line breaks between the two are no part of the answer.
         self._is_behind = False
         self._held = ""
 
@@ -202,6 +205,7 @@ class LeadingSpan:
             self._is_behind = True
             self._held = behind
         else:
+            # The end mark may have begun here.
             self._held = self._held[-len(end.text) :]
 
 
@@ -226,7 +230,7 @@ class Reasoner:
     ) -> ThinkingBudget:
         """Return the ThinkingBudget of one completion.
 
-        mark_texts: the marks, () for the model's own. follows_text: of Tokenizer.decode.
+        mark_texts: the texts of the marks, () for the model's own marks. follows_text: as in Tokenizer.decode.
         Raises InvalidSampling if there are no marks.
         """
         marks = (
@@ -243,10 +247,12 @@ class Reasoner:
             raise InvalidSampling(
                 f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
             )
-        # Channel marks show only in text with special tokens.
-        skips = marks.start.text != harmony.REASONING_START
+        # The marks of channels are special tokens, so the text to search must have these.
+        has_channel_marks = marks.start.text == harmony.REASONING_START
         text = partial(
-            self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips
+            self._tokenizer.incremental_text,
+            follows_text=follows_text,
+            skip_special_tokens=not has_channel_marks,
         )
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 
@@ -255,7 +261,8 @@ class Reasoner:
     ) -> LeadingSpan | harmony.AnswerChannels | None:
         """Return an object that tells a completion's answer from its reasoning, for stop strings.
 
-        None without marks, or if a stop string holds the end mark: then stop strings count in the reasoning too.
+        Returns None if the model has no marks, or if a stop string holds the end mark: then stop strings count in the
+        reasoning too.
         """
         if self._channels and not mark_texts:
             return harmony.AnswerChannels(self._channels, self._open_header(prompt))
@@ -265,7 +272,7 @@ class Reasoner:
         return LeadingSpan(marks, self._span_after(prompt, marks))
 
     def marks(self, mark_texts: Sequence[str]) -> dict[int, str]:
-        """Return the texts, by token id, of the marks that are tokens. mark_texts: of `budget`."""
+        """Return the texts, by token id, of the marks that are tokens. mark_texts: as in `budget`."""
         if self._channels and not mark_texts:
             return self._channels
         marks = self._marks_of(tuple(mark_texts))
@@ -273,14 +280,14 @@ class Reasoner:
         return {mark.token_id: mark.text for mark in both if mark.token_id is not None}
 
     def pair(self, mark_texts: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of the marks around a span, () if there are none. mark_texts: of `budget`."""
+        """Return the texts of the marks around a span, () if there are none. mark_texts: as in `budget`."""
         if self._channels and not mark_texts:
             return harmony.MARKS
         marks = self._marks_of(tuple(mark_texts))
         return () if marks is None else (marks.start.text, marks.end.text)
 
     def is_answer(self, mark_texts: Sequence[str], prompt: list[int]) -> bool:
-        """Whether a completion is all answer, as the prompt ends with a closed span. mark_texts: of `budget`."""
+        """Whether a completion is all answer, as the prompt ends with a closed span. mark_texts: as in `budget`."""
         if self._channels and not mark_texts:
             return False
         marks = self._marks_of(tuple(mark_texts))
@@ -292,7 +299,7 @@ class Reasoner:
         """Split a completion's text into its reasoning (or None) and the rest.
 
         text: as `with_marks` returns it, so that marks which are tokens are told from text that spells them.
-        mark_texts: of `budget`.
+        mark_texts: as in `budget`.
         """
         if self._channels and not mark_texts:
             header = self._open_header(prompt)
@@ -305,7 +312,7 @@ class Reasoner:
         )
 
     def without_hidden(self, text: str, mark_texts: Sequence[str]) -> str:
-        """Take out marks that completions leave out, once a text is split. mark_texts: of `budget`."""
+        """Take the marks that completions leave out from a text that has been split. mark_texts: as in `budget`."""
         marks = None if self._channels and not mark_texts else self._marks_of(tuple(mark_texts))
         for mark in () if marks is None else (marks.start, marks.end):
             if mark.is_hidden:
@@ -318,26 +325,25 @@ class Reasoner:
         )
 
     def _analysis(self) -> Marks:
-        """Return the marks of reasoning for a model with channels. The end mark, when forced, opens the answer too."""
-        start = Mark(
-            harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START))
-        )
-        return Marks(
-            start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START)))
-        )
+        """Return the marks of reasoning for a model with channels.
+
+        The end mark has more tokens than its text: if it is forced, its tokens also open the answer.
+        """
+        start_ids = self._tokenizer.encode_behind(harmony.REASONING_START)
+        end_ids = self._tokenizer.encode_behind(harmony.ANSWER_START)
+        start = Mark(harmony.REASONING_START, tuple(start_ids))
+        return Marks(start, Mark(harmony.END, tuple(end_ids)))
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS
         span = span_at_end(
             self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks
         )
-        mark = {Span.OPEN: marks.start, Span.CLOSED: marks.end}.get(span)
-        is_spelled = (
-            mark is not None
-            and mark.token_id is not None
-            and mark.token_id not in prompt[-longest:]
-        )
-        return Span.NONE if is_spelled else span
+        last_mark = {Span.OPEN: marks.start, Span.CLOSED: marks.end}.get(span)
+        if last_mark is None or last_mark.token_id is None:
+            return span
+        # If the mark is one token, the same text in other tokens is no mark.
+        return span if last_mark.token_id in prompt[-longest:] else Span.NONE
 
     def _read_marks(self, mark_texts: tuple[str, ...]) -> Marks | None:
         texts = mark_texts or self._known

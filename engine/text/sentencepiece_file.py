@@ -26,7 +26,8 @@ NO_SCORE = struct.pack("<f", 0)
 def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
     """Return a file's tokenizers.Tokenizer, which adds no tokens to a text, and its special tokens by name.
 
-    Raises ConfigError if it is no such file, or asks for something unbuilt.
+    Raises ConfigError if the file is no SentencePiece model, or has a feature that is not built here. The numbers below
+    are those of the fields in sentencepiece_model.proto.
     """
     try:
         fields = list(_fields(path.read_bytes()))
@@ -69,7 +70,7 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
 def _build(
     pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normalizer: dict[int, Any]
 ) -> Any:
-    """Build the tokenizer; text between special tokens gets a space before each part, as in Llama 2's."""
+    """Build the tokenizer. Special tokens cut a text into parts, and each gets a space before it, as in Llama 2."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
     made: Any
@@ -83,15 +84,17 @@ def _build(
     else:
         made = models.Unigram([(text, score) for text, score, _ in pieces], unk_id, byte_fallback)
     tokenizer = Tokenizer(made)
-    steps: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
-    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if normalizer.get(4, 1):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if normalizer.get(3, 1):
-        steps.append(normalizers.Prepend(SPACE))
-        parts.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = decoders.Sequence(parts)
+    before: list[Any] = [normalizers.Precompiled(normalizer[2])] if normalizer.get(2) else []
+    after: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    removes_extra_spaces = normalizer.get(4, 1)
+    if removes_extra_spaces:
+        before += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = normalizer.get(3, 1)
+    if has_prefix:
+        before.append(normalizers.Prepend(SPACE))
+        after.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    tokenizer.decoder = decoders.Sequence(after)
     tokenizer.add_tokens(
         [
             # a symbol with spaces is found only after spaces are written as in the vocabulary
@@ -116,7 +119,8 @@ def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
 
 def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
     """Read a piece's text, score and kind."""
-    return fields[1].decode(), *struct.unpack("<f", fields.get(2, NO_SCORE)), fields.get(3, NORMAL)
+    (score,) = struct.unpack("<f", fields.get(2, NO_SCORE))
+    return fields[1].decode(), score, fields.get(3, NORMAL)
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
@@ -124,6 +128,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
 
     def varint() -> int:
+        # Each byte holds seven bits of the number, the lowest first. Its top bit says that another byte follows.
         nonlocal at
         start = at
         while content[at] > 127:
@@ -136,7 +141,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
         if wire == 0:
             yield number, varint()
             continue
-        length = {1: 8, 5: 4}.get(wire) or varint()
+        length = {1: 8, 5: 4}.get(wire) or varint()  # wire types 1 and 5 have a fixed size
         if wire not in (1, 2, 5) or at + length > len(content):
             raise ValueError(f"field {number} of wire type {wire} ends too soon")
         at += length

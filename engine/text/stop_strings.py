@@ -12,8 +12,8 @@ class IncrementalText:
     """The text of tokens that come one by one, always a prefix of the text of all of them.
 
     Only the tokens behind the last complete character are decoded each time. A trailing replacement character is held
-    back, as the next token may complete it. If bytes are pieces of a vocabulary and all tokens are decoded together,
-    bytes that make no character spoil complete ones before them; here these stay.
+    back, as the next token may complete it. In some vocabularies bytes are tokens. If all tokens are decoded together
+    there, bytes that make no character spoil complete characters before them. Here complete characters stay.
 
     behind: decodes tokens that stand behind others, which decoders may treat unlike a text's beginning.
     num_open: the most replacement characters for one incomplete character.
@@ -52,9 +52,11 @@ class IncrementalText:
             self._num_given = 0
             self._decode = self._behind
             if token_id in self._joined:
+                # Its text may depend on the next token, so both are decoded together.
                 self._pending = [token_id]
                 self._num_given = len(self._behind([token_id]))
         elif len(self._pending) == WINDOW:
+            # No whole character has come for long: the first of these tokens are no longer decoded.
             self._pending = self._pending[-KEPT:]
             self._num_given = self._num_certain(self._decode(self._pending))
         return new_text
@@ -87,7 +89,7 @@ class StopStrings:
         self._include = include
         self._text = text
         self._num_ignored = min_tokens
-        # Characters before new text in which a match may begin.
+        # A match may begin this many characters before new text.
         self._overlap = max(map(len, stop)) - 1
         self._pieces: list[str] = []
         self._tail = ""
@@ -109,7 +111,9 @@ class StopStrings:
             self._num_ignored -= 1
         else:
             for begin, length in self._find(searched, len(self._tail)):
-                end = self._num_chars - len(searched) + begin + (length if self._include else 0)
+                end = self._num_chars - len(searched) + begin
+                if self._include:
+                    end += length
                 if self._may_end is None or self._may_end("".join(self._pieces)[:end]):
                     self._end = end
                     return True
@@ -117,11 +121,13 @@ class StopStrings:
         return False
 
     def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
-        """Return where stop strings begin, and their lengths, beyond the first num_old characters, in order."""
-        matches = (
-            (searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop
-        )
-        return sorted((match for match in matches if match[0] >= 0), key=itemgetter(0))
+        """Return the beginnings and lengths of stop strings that end behind the first num_old characters, in order."""
+        matches = []
+        for text in self._stop:
+            begin = searched.find(text, max(0, num_old - len(text) + 1))
+            if begin >= 0:
+                matches.append((begin, len(text)))
+        return sorted(matches, key=itemgetter(0))
 
     @property
     def text(self) -> str | None:

@@ -31,7 +31,7 @@ TAKES_NO_TOOLS = "this model's chat template takes no tools: leave them out, or 
 
 
 class TemplateProbe:
-    """Finds what a template shows of chats. render: Tokenizer's; it may raise anything that the template does."""
+    """Finds which parts of a chat a template writes. render: renders a chat, and raises what the template raises."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -83,6 +83,7 @@ class TemplateProbe:
 
 
 def _called(call_id: str) -> Messages:
+    """Return a chat in which the assistant has called a tool, and the tool has answered."""
     call = {
         "id": call_id,
         "type": "function",
@@ -98,14 +99,15 @@ def _mark(number: int) -> str:
 
 
 class _Twin:
-    """A chat with marks in place of its texts.
+    """A chat with marks in place of its texts. It is rendered to see which texts the template writes.
 
-    needed: by mark, why the chat is refused if the mark does not show. optional: by mark, what is logged then.
+    needed: marks without which the chat is refused, each with the reason to give. optional: marks whose absence is
+    only logged, each with the name of what the template leaves out.
     """
 
     def __init__(self, messages: Messages, tools: Tools | None) -> None:
         self._num_marks = 0
-        self._ids: dict[str, str] = {}
+        self._ids: dict[str, str] = {}  # marks by the id of a tool call
         self.needed: dict[str, str] = {}
         self.optional: dict[str, str] = {}
         self.messages = [self._message(message, number) for number, message in enumerate(messages)]
@@ -115,18 +117,18 @@ class _Twin:
         self._num_marks += 1
         return _mark(self._num_marks)
 
-    def _need(self, problem: str) -> str:
+    def _needed_mark(self, problem: str) -> str:
         mark = self._new_mark()
         self.needed[mark] = problem
         return mark
 
-    def _log(self, subject: str) -> str:
+    def _logged_mark(self, subject: str) -> str:
         mark = self._new_mark()
         self.optional[mark] = subject
         return mark
 
     def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        return {**tool, "function": {**tool["function"], "name": self._need(TAKES_NO_TOOLS)}}
+        return {**tool, "function": {**tool["function"], "name": self._needed_mark(TAKES_NO_TOOLS)}}
 
     def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         twin = {**message}
@@ -140,7 +142,7 @@ class _Twin:
             if name in message:
                 twin[name] = self._new_mark()
         if isinstance(message.get("name"), str):
-            twin["name"] = self._log("the `name` of messages")
+            twin["name"] = self._logged_mark("the `name` of messages")
         if isinstance(message.get("tool_call_id"), str):
             twin["tool_call_id"] = self._id(message["tool_call_id"])
         if calls:
@@ -159,15 +161,15 @@ class _Twin:
         if not isinstance(content, str) or not content.strip():
             return content
         if has_calls:
-            return self._log("text beside tool calls")
-        return self._need(
+            return self._logged_mark("text beside tool calls")
+        return self._needed_mark(
             f"this model's chat template leaves out message {number}, of the role {role[:64]!r}: give it another role "
             "or place, or leave it out"
         )
 
     def _id(self, name: str) -> str:
         if name not in self._ids:
-            self._ids[name] = self._log("ids of tool calls")
+            self._ids[name] = self._logged_mark("ids of tool calls")
         return self._ids[name]
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
@@ -176,10 +178,12 @@ class _Twin:
             "write the call into the content"
         )
         function = call["function"]
-        arguments = {self._need(problem): self._need(problem) for _ in function["arguments"]}
+        arguments = {
+            self._needed_mark(problem): self._needed_mark(problem) for _ in function["arguments"]
+        }
         twin = {
             **call,
-            "function": {**function, "name": self._need(problem), "arguments": arguments},
+            "function": {**function, "name": self._needed_mark(problem), "arguments": arguments},
         }
         if isinstance(call.get("id"), str):
             twin["id"] = self._id(call["id"])

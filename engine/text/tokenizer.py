@@ -120,9 +120,9 @@ class Tokenizer:
             backend, self.added_tokens, self._control_texts(), REASONING_TEXTS
         )
         self._takes_short_ids = self._probe.takes_short_ids_alone()
-        self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(
-            SYSTEM
-        )
+        # Developer messages become system messages only if the template shows system messages, but no developer ones.
+        shows_developer = self._probe.shows_role(DEVELOPER)
+        self._takes_developer = shows_developer or not self._probe.shows_role(SYSTEM)
 
     def _check_templates(self, folder: Path) -> None:
         """Raise ConfigError if the chat template cannot be read: every chat would fail."""
@@ -165,14 +165,15 @@ class Tokenizer:
         return [token_id]
 
     def encode_alone(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Return the token ids of the text, with no special tokens added. limit: of `encode`."""
+        """Return the token ids of the text, with no special tokens added. limit: as in `encode`."""
         return self._encode(text, limit, add_special_tokens=False)
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Return a prompt's token ids, with the tokenizer's special tokens; the first one is never doubled.
+        """Return a prompt's token ids, with the tokenizer's special tokens.
 
-        limit: the most tokens. Raises PromptTooLong, without tokenizing, for a text far too long for it; other texts
-        may still give more tokens. Raises InvalidPrompt for invalid Unicode.
+        A prompt that already begins with the text of the first special token gets this token once, not twice.
+        limit: a text that is far too long for this number of tokens raises PromptTooLong, and is not tokenized. A text
+        that is a little too long is tokenized, and gives more tokens. Raises InvalidPrompt for invalid Unicode.
         """
         token_ids = self._encode(text, limit, add_special_tokens=True)
         bos, bos_id = self._bos
@@ -201,10 +202,10 @@ class Tokenizer:
         return whole[:start] + cut + whole[start + len(text_ids) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
-        """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
+        """Encode two texts as one. If they are too long, the longer one is cut first, as in transformers.
 
-        A control token that a text spells is read as text.
-        If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
+        most: tokens of the pair, with its special tokens. A control token that a text spells is read as text.
+        If the model tells the two texts apart, vocab_size is added to the ids of the second. Raises InvalidPrompt.
         """
         if self.backend is None:
             raise InvalidPrompt(
@@ -217,7 +218,8 @@ class Tokenizer:
         short, long = sorted(map(len, both))
         room = max(0, most - self.backend.num_special_tokens_to_add(is_pair=True))
         if short + long > room:
-            long = max(short, room - short) if short <= room else short
+            # The longer text loses tokens until it is as short as the other one; then both are cut alike.
+            long = max(short, room - short)
             if short + long > room:
                 short = room // 2
                 long = room // 2 + room % 2
@@ -233,7 +235,7 @@ class Tokenizer:
 
     @property
     def max_length(self) -> int:
-        """The tokens to which its files say to cut texts; a very large number if they name none."""
+        """The most tokens of a text, as the tokenizer's files say; a very large number if they say nothing."""
         length = getattr(self._tokenizer, "model_max_length", None)
         return length if type(length) is int and length > 0 else sys.maxsize
 
@@ -243,31 +245,31 @@ class Tokenizer:
         if num_tokens <= vocab_size:
             return None
         return (
-            f"the tokenizer has {num_tokens} tokens, the model has embeddings for {vocab_size}: prompts with the "
-            "others are refused"
+            f"the tokenizer has {num_tokens} tokens, the model has embeddings for {vocab_size}: prompts with tokens "
+            "beyond these are refused"
         )
 
     @property
     def backend(self) -> Any:
-        """The `tokenizers.Tokenizer` behind it, None if there is none."""
+        """The `tokenizers.Tokenizer` that does the work; None if this tokenizer has none."""
         return getattr(self._tokenizer, "backend_tokenizer", None)
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each word at the beginning of a text and behind a space.
+        """Return the token ids of each word, at the beginning of a text and behind a space.
 
-        Raises InvalidSampling for a word that has none.
+        Raises InvalidSampling for a word without tokens.
         """
-        every: list[tuple[int, ...]] = []
+        token_ids_of_all: list[tuple[int, ...]] = []
         for word in words:
             bare = word.lstrip()
-            ways = dict.fromkeys(
-                tuple(self.encode_alone(text)) for text in ((bare, " " + bare) if bare else (word,))
-            )
-            ways.pop((), None)
-            if not ways:
+            texts = (bare, " " + bare) if bare else (word,)
+            # A dict, as both texts may have the same tokens.
+            found = dict.fromkeys(tuple(self.encode_alone(text)) for text in texts)
+            found.pop((), None)
+            if not found:
                 raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
-            every += ways
-        return tuple(every)
+            token_ids_of_all += found
+        return tuple(token_ids_of_all)
 
     def decode(
         self,
@@ -279,13 +281,14 @@ class Tokenizer:
     ) -> str:
         """Return the text of token ids, without special tokens unless they are asked for.
 
-        follows_text: text stands before it, so the first token keeps its space.
-        spaces_between_special_tokens: of SamplingParams; it holds for all tokens added to the vocabulary.
+        follows_text: other text stands before this text, so the first token keeps its space.
+        spaces_between_special_tokens: as in SamplingParams; it holds for all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
         whole = anchor + token_ids
-        cuts = [0, len(anchor) + len(token_ids)]
+        cuts = [0, len(whole)]
         if not skip_special_tokens and not spaces_between_special_tokens:
+            # Two added tokens side by side are decoded apart, so that no space comes between them.
             is_added = [token_id in self._added_ids for token_id in whole]
             cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
         text = "".join(
@@ -304,12 +307,13 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return a token's text as it stands behind other text. Special tokens have theirs too."""
+        """Return a token's text as it stands behind other text, also that of a special token."""
         known = self._token_texts.get(token_id)
         if known is None:
             text = self.decode([token_id], follows_text=True, skip_special_tokens=False)
-            partial = self._partial_bytes(token_id) if INCOMPLETE in text else None
-            known = self._token_texts[token_id] = TokenText(text, partial)
+            partial_bytes = self._partial_bytes(token_id) if INCOMPLETE in text else None
+            known = TokenText(text, partial_bytes)
+            self._token_texts[token_id] = known
         return known
 
     def _partial_bytes(self, token_id: int) -> bytes | None:
@@ -337,7 +341,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> IncrementalText:
-        """Make the text of tokens that come one by one. The arguments are those of `decode`."""
+        """Return an object that makes the text of tokens that come one by one. The arguments are those of `decode`."""
         decode = partial(
             self.decode,
             skip_special_tokens=skip_special_tokens,
@@ -367,7 +371,10 @@ class Tokenizer:
     def chat_token_ids(
         self, messages: Messages, *, limit: int | None = None, **options: Any
     ) -> list[int]:
-        """Return a conversation's token ids. limit: of `encode`. options: of `chat_text`. Raises what both raise."""
+        """Return a conversation's token ids. options: those of `chat_text`. Raises what `chat_text` and `encode` raise.
+
+        limit: as in `encode`.
+        """
         return self.encode_alone(self.chat_text(messages, **options), limit=limit)
 
     def chat_text(
@@ -382,10 +389,11 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, ready for the model's answer.
 
-        messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
-        template. split_special_tokens: a control token that these three spell is text, and the text returned has BREAK
-        there. now: Unix seconds that the template takes for the present. Raises InvalidPrompt for another shape, or if
-        the model's template is missing or refuses them.
+        messages, tools: in OpenAI's shape. kinds: the kinds of parts that messages may have. chat_template_kwargs:
+        variables of the template. split_special_tokens: a control token that messages, tools or variables spell is
+        text, and the text returned has BREAK there. now: Unix seconds that the template takes for the present.
+        Raises InvalidPrompt for messages or tools of another shape, and if the model's template is missing or refuses
+        them.
         """
         from jinja2 import TemplateError
 
@@ -430,6 +438,7 @@ class Tokenizer:
         self._control = self._control.with_texts(texts)
 
     def _control_texts(self) -> set[str]:
+        """Return the texts of special tokens, and of other added tokens that the template writes around a turn."""
         special = {text for text, token in self.added_tokens.items() if token.is_special}
         chat = [HELLO, {"role": "assistant", "content": "text"}, HELLO]
         turns = "".join(self._probe.texts(chat) + self._probe.texts([HELLO]))
@@ -460,12 +469,15 @@ class Tokenizer:
         return text
 
     def _find_anchor(self, backend: Any) -> tuple[list[int], str]:
-        """Find tokens to decode before others, and their text; none if a token's place does not change its text."""
+        """Find tokens to decode before other tokens, and the text of these first tokens.
+
+        They are needed only if a token's text at the beginning differs from its text further on; else both are empty.
+        """
         if backend is None or _decodes_bytes(backend):
             return [], ""
         for text in ANCHORS:
             token_ids = backend.encode(text, add_special_tokens=False).ids
-            # no byte pieces, which would join the bytes behind them to one character
+            # The last token must not be a byte piece ("<0x0A>"): it could make one character with the bytes behind it.
             if self.decode(token_ids) == text and backend.id_to_token(token_ids[-1])[:3] != "<0x":
                 return token_ids, text
         return [], ""

@@ -146,11 +146,11 @@ def _of_sentencepiece(folder: Path) -> Any:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer, names = read_sentencepiece(folder / "tokenizer.model")
-    with TemporaryDirectory() as copy:
+    with TemporaryDirectory() as copied_folder:
         for path in folder.glob("*.json"):
-            shutil.copy(path, copy)
-        tokenizer.save(f"{copy}/tokenizer.json")
-        made = load_tokenizer(Path(copy))
+            shutil.copy(path, copied_folder)
+        tokenizer.save(f"{copied_folder}/tokenizer.json")
+        made = load_tokenizer(Path(copied_folder))
     for token_id, token in made.init_kwargs.get("added_tokens_decoder", {}).items():
         given_id = made.convert_tokens_to_ids(str(token))
         if given_id != token_id:

@@ -49,8 +49,10 @@ Writer = Callable[[str, Callable[[str], bool]], tuple[str, str]]
 
 @dataclass(frozen=True)
 class ToolForm:
-    """A form of calls. signs: one is in the template, or is an added token. marks: tokens that calls consist of.
+    """A form in which models write calls.
 
+    signs: a model has this form if one of these texts is in its template or among its added tokens.
+    marks: texts of tokens that stand around and between the parts of a call.
     write: None if the form's arguments are no JSON, so that no call can be forced.
     """
 
@@ -91,9 +93,9 @@ def read_tool_calls(
 ) -> ToolCalls:
     """Return which of these tools an answer calls.
 
-    tools: as in OpenAI's requests. form: the model's. It is tried first, then the others, as models do not always keep
-    to theirs. What looks like a call but calls none of these tools stays in the content, and the problem says so.
-    is_cut: the answer reached its length, so a call at its end may lack arguments.
+    tools: as in OpenAI's requests. form: the model's own form, which is tried first. The other forms follow, as models
+    do not always keep to their own. What looks like a call but calls none of these tools stays in the content, and the
+    problem says so. is_cut: the answer reached its length, so a call at its end may lack arguments.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     first_problem = None
@@ -106,12 +108,13 @@ def read_tool_calls(
         outside = list[str]()
         problem = None
         for piece in pieces:
-            call = None if piece.name is None else _call_of(piece, functions, is_cut)
-            if isinstance(call, dict):
-                calls.append(call)
-            else:
-                outside.append(piece.text)
-                problem = problem or (call if piece.is_clear else None)
+            call_or_problem = None if piece.name is None else _call_of(piece, functions, is_cut)
+            if isinstance(call_or_problem, dict):
+                calls.append(call_or_problem)
+                continue
+            outside.append(piece.text)
+            if problem is None and piece.is_clear:
+                problem = call_or_problem
         if calls:
             return ToolCalls(calls, "".join(outside).strip(), problem)
         first_problem = first_problem or problem
@@ -153,10 +156,12 @@ def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
     for name, text in arguments.items():
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None
-        value = None if kind == "string" else _value_of(text)
-        typed[name] = (
-            text if kind == "string" or (value is None and text.strip() != "null") else value
-        )
+        if kind == "string":
+            typed[name] = text
+            continue
+        value = _value_of(text)
+        has_no_value = value is None and text.strip() != "null"
+        typed[name] = text if has_no_value else value
     return typed
 
 
@@ -194,11 +199,15 @@ def _whole_json(text: str) -> Any:
 
 
 def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
-    """Return the piece of a JSON object with a function's name and arguments. is_marked: a token marks it a call."""
+    """Return the piece of a JSON object with a function's name and arguments.
+
+    The object may hold both in "function", or the name alone. is_marked: a token before the object says that it is a
+    call.
+    """
     if isinstance(value, Mapping):
-        inner = value.get("function")
-        value = inner if isinstance(inner, Mapping) else value
-        name = value.get("name", inner if isinstance(inner, str) else None)
+        function = value.get("function")
+        value = function if isinstance(function, Mapping) else value
+        name = value.get("name", function if isinstance(function, str) else None)
         if isinstance(name, str):
             arguments = value.get("arguments", value.get("parameters"))
             is_call = is_marked or arguments is not None or value.keys() <= {"type", "id", "name"}
@@ -261,7 +270,7 @@ _XML_CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|\Z")
 
 
 def _qwen_xml(text: str) -> list[Piece]:
-    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>. Its last end may be missing."""
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>, perhaps without the last tags."""
     return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_VALUE_END, _XML_CLOSE)
 
 
@@ -272,7 +281,7 @@ _GLM_CLOSE = re.compile(r"</tool_call>|\Z")
 
 
 def _glm(text: str) -> list[Piece]:
-    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>. Its last end may be missing."""
+    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>, perhaps without the last tag."""
     return _tagged(text, _GLM_OPEN, _GLM_KEY, _GLM_VALUE_END, _GLM_CLOSE)
 
 
@@ -292,10 +301,10 @@ def _tagged(
         arguments = dict[str, str]()
         at = call.end()
         while pair := key.match(text, at):
-            place = bisect_left(ends, (pair.end(), 0))
-            if place == len(ends):
+            next_end = bisect_left(ends, (pair.end(), 0))
+            if next_end == len(ends):
                 break
-            start, end = ends[place]
+            start, end = ends[next_end]
             value = text[pair.end() : start]
             if opening.search(value) and "</" not in text[start:end]:
                 # Another call begins before this value ends.
@@ -332,6 +341,7 @@ def _mistral(text: str) -> list[Piece]:
         value, end = _value_at(text, value_at) or (None, value_at)
         whole = text[place:end]
         if name_match:
+            # A name without arguments is a call too; only arguments that begin must be readable.
             is_read = value is not None or not text.startswith("{", value_at)
             pieces.append(
                 Piece(whole, name_match[1] if is_read else "", value, is_closed=end < len(text))
@@ -421,7 +431,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def _llama_json(text: str) -> list[Piece]:
-    """One or several objects and nothing else. If a tag comes before them, text may come before the tag."""
+    """Read an answer that is one object or several, and nothing else. A tag may come first, and text before the tag."""
     before, tag, behind = text.rpartition(PYTHON_TAG)
     pieces = list[Piece]()
     at = 0
@@ -524,7 +534,7 @@ class ToolCallReader:
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
         added = tokenizer.added_tokens.items()
         marks = () if self._form is None else self._form.marks
-        #: The texts by token id of marks of calls that completions leave out, as they are special tokens.
+        #: The texts, by token id, of the marks that are special tokens: a completion's text leaves these out.
         self.hidden_marks = {
             token.token_id: text for text, token in added if token.is_special and text in marks
         }
@@ -540,7 +550,8 @@ class ToolCallReader:
     ) -> ToolCalls:
         """Return which of the tools a text calls.
 
-        is_cut: of `read_tool_calls`. logs: have the first answer with something that is no call logged.
+        is_cut: as in `read_tool_calls`. logs: whether to log that an answer holds something that only looks like a
+        call; this is logged once.
         """
         calls = read_tool_calls(text, tools, self._form, is_cut=is_cut)
         for call in calls.calls:

@@ -144,7 +144,7 @@ def test_a_bad_text_fails_alone(embedding: Engine) -> None:
     )
     assert long.error is not None
     assert "129 tokens; this engine takes 128" in long.error
-    assert "which model and KV pool bound): shorten it" in long.error
+    assert "as the model and the KV pool allow): shorten it" in long.error
     assert surrogate.error is not None
     assert "no valid Unicode" in surrogate.error
     assert empty.error is not None

@@ -107,7 +107,7 @@ def test_a_process_that_cannot_begin_fails_the_form_and_the_next_one_begins(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(process, "_PROGRAM", "raise SystemExit(7)")
-        with pytest.raises(InvalidSampling, match=r"no process for it begins.*with 7"):
+        with pytest.raises(InvalidSampling, match=r"no process for it starts.*with 7"):
             forms.matchers(asking(regex="a"), END)
     assert forms.matchers(asking(regex="a"), END)
 

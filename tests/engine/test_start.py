@@ -68,7 +68,7 @@ def test_a_tokenizer_larger_than_the_embeddings_is_a_warning(
     (copy / "tokenizer.json").write_text(json.dumps(content))
     config = EngineConfig(model=str(copy), **SMALL)
     with Engine(config):
-        assert "prompts with the others are refused" in caplog.text
+        assert "prompts with tokens beyond these are refused" in caplog.text
     (found,) = (
         each for each in check_up(config) if each.subject == "tokenizer" and each.grade == "warning"
     )

@@ -113,7 +113,7 @@ def test_a_process_that_is_not_allowed_is_no_lack(monkeypatch: pytest.MonkeyPatc
         raise PermissionError(errno.EPERM, "no")
 
     monkeypatch.setattr(process.subprocess, "Popen", refuse)
-    with pytest.raises(InvalidSampling, match="no process for it begins"):
+    with pytest.raises(InvalidSampling, match="no process for it starts"):
         compile_form()
 
 
