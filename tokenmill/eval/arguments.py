@@ -76,8 +76,11 @@ def sampling_params(
     if not parameters.pop("do_sample"):
         parameters["temperature"] = 0.0
     for name, neutral_values in NEUTRAL_GENERATION.items():
-        if name in parameters and parameters.pop(name) not in neutral_values:
-            raise InvalidSampling(f"{name}={values[name]!r} is not built; leave it out")
+        if name not in parameters:
+            continue
+        value = parameters.pop(name)
+        if value not in neutral_values:
+            raise InvalidSampling(f"{name}={value!r} is not built; leave it out")
     parameters["max_tokens"] = max_tokens
     parameters["stop"] = stop
     parameters["stop_token_ids"] = [] if end_token_id is None else [end_token_id]

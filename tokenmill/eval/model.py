@@ -75,6 +75,7 @@ class TokenmillLM(TemplateLM):
         **arguments: Any,
     ) -> None:
         super().__init__()
+        # The harness passes these to every model. The engine forms its batches itself.
         for name in ("batch_size", "max_batch_size"):
             arguments.pop(name, None)
         config = engine_config(pretrained, model, max_length, arguments)
@@ -199,7 +200,7 @@ class TokenmillLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Iterable[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return what `loglikelihood` returns, for requests that are tokenized."""
+        """Return what `loglikelihood` returns, for requests that are tokenized already."""
         all_texts = []
         pairs = []
         for texts, context, continuation in requests:
@@ -262,7 +263,7 @@ class TokenmillLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the model's answer to each context, up to one of the texts in `until`.
 
-        Raises EngineError if a request fails, and InvalidSampling for a value that the engine does not have.
+        Raises EngineError if a request fails, and InvalidSampling for a value that the engine does not support.
         """
         generations = [self._generation(*request.args) for request in requests]
         completions = self.engine.generate(

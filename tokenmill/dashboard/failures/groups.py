@@ -92,7 +92,7 @@ class Group:
 
     jobs: by id, when the job ended, in Unix seconds; None if that is not known.
     message: the message of the newest job, with its numbers. message_job: the id of the newest job.
-    Once the newest job is gone, `message` is the folded message and `message_job` is "".
+    Once the newest job is gone, `message` is the cause's folded message, without numbers, and `message_job` is "".
     """
 
     queue: str
@@ -103,7 +103,7 @@ class Group:
     _newest_first: list[tuple[float, Job]] | None = None
 
     def add(self, job_id: str, ended_at: float | None, message: str) -> None:
-        """Add a job. message: that of the job's error."""
+        """Add a job. message: the message of the job's error."""
         newest_at = self.jobs.get(self.message_job) or 0.0
         if not self.message_job or (ended_at or 0.0) > newest_at:
             self.message = message

@@ -77,7 +77,7 @@ def write_marks(connection: Redis, samples: Sequence[WorkerSample], now: float) 
 
 
 def _end_marks(connection: Redis, names: Sequence[str], now: float) -> list[Mark]:
-    """Return a mark that a worker left or died for each of these workers, which have gone."""
+    """Return a mark for each of these gone workers: LEFT if the worker reported its end, DIED if it did not."""
     stopped_names = set()
     for worker in read_workers(connection, names):
         if worker.sample is not None and worker.sample.state == STOPPED:

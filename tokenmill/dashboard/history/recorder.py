@@ -278,7 +278,7 @@ def _numbers_between(older_at: float, newer_at: float, since: float, now: float)
 
 
 def _first_complete(ring: int, now: float) -> int:
-    """Return the number of the earliest row of a ring for which the ring before it still has all rows."""
+    """Return the number of a ring's first row that can be joined: the next finer ring still has all rows for it."""
     finer = RINGS[ring - 1]
     width_s = RINGS[ring].width_s
     return int((now - finer.num_rows * finer.width_s) // width_s) + 1

@@ -25,8 +25,8 @@ MAX_RECENT = 16
 class QueueGrowth:
     """How fast a worker's counts of one queue grow, per second.
 
-    ended: jobs that ended. failed: how many of these did not finish successfully. waited_s, ran_s: how long the ended
-    jobs have waited and run, all together.
+    ended: jobs that ended. failed: how many of these did not finish successfully. waited_s, ran_s: the sum of the
+    seconds that the ended jobs waited and ran.
     """
 
     ended: float = 0.0
@@ -96,7 +96,7 @@ class Rates:
         self._recent: dict[str, deque[Point]] = {}
 
     def knows(self, worker: str) -> bool:
-        """Whether a point of this worker is remembered."""
+        """Whether `add` has remembered a point of this worker."""
         return worker in self._recent
 
     def keep_only(self, workers: Iterable[str]) -> None:

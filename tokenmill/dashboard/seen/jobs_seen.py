@@ -109,6 +109,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
     with_arguments: whether to return the job's arguments and its meta.
     """
     key = rq_jobs.job_key(job_id)
+    dependents_key, _ = rq_jobs.relatives_keys(job_id)
     with connection.pipeline(transaction=False) as pipe:
         pipe.hmget(key, list(_TEXTS))
         pipe.hmget(key, list(_TIMES))
@@ -132,11 +133,12 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.hget(key, _field_to_read("meta", meta_bytes))
         pipe.hget(key, _field_to_read(PROGRESS_FIELD, progress_bytes))
         pipe.zscore(rq_jobs.QueueKeys(origin).failed, job_id)
-        pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
+        pipe.smembers(dependents_key)
         data, raw_meta, raw_progress, failed_score, dependents = pipe.execute()
     function, arguments = called(data)
     meta = stored.json_object(raw_meta)
     error = _error(results)
+    # The page itself says that a job was cancelled, so the line that tells it to programs is left out.
     shown_error = error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:]
     return JobSeen(
         job_id=job_id,

@@ -263,7 +263,7 @@ class JobsAsked:
         for job_id, requests in self._awaited.items():
             open_requests = [awaited for awaited in requests if not awaited.ended.done()]
             if not open_requests:
-                # Its pieces were read before its result, or are part of the result.
+                # The job's result has been read. It comes after all pieces, so nothing is left to read.
                 continue
             last_ids = [awaited.last_id for awaited in open_requests if awaited.is_followed]
             if last_ids:
@@ -293,7 +293,7 @@ class JobsAsked:
     def _take_pieces(
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
-        """Give the pieces of a job's text to the requests that follow it. entries: of the job's stream."""
+        """Give the pieces of a job's text to the requests that follow it. entries: new entries of the job's stream."""
         followers = [awaited for awaited in self._awaited.get(job_id, ()) if awaited.is_followed]
         for entry_id, fields in entries:
             try:

@@ -14,7 +14,7 @@ class SentTexts:
     """The texts of one answer that were sent so far. job_id: for the log."""
 
     job_id: str
-    #: By sample and part.
+    #: The texts by sample and part.
     _texts: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def take(self, piece: TextPiece) -> str:
