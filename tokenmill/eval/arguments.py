@@ -35,7 +35,7 @@ def engine_config(
 ) -> EngineConfig:
     """Return the engine's configuration for `--model_args`. Raises ConfigError for an unknown name or a wrong value.
 
-    pretrained, model: two names for the same argument. max_length: the name of the `hf` class for max_model_len.
+    pretrained, model: two names for the same argument. max_length: what the `hf` class calls max_model_len.
     arguments: all other arguments. As with `hf`, the device HARNESS_DEVICE means the CPU if there is no GPU.
     """
     if (pretrained is None) == (model is None):
@@ -55,7 +55,7 @@ def engine_config(
         elif name not in _ENGINE_ARGUMENTS:
             names = ", ".join(sorted(_ENGINE_ARGUMENTS))
             raise ConfigError(
-                f"{name!r} is no argument of this model; of an engine there are {names}"
+                f"{name!r} is no argument of this model; the arguments of the engine are {names}"
             )
         else:
             values[name] = value

@@ -48,7 +48,7 @@ class TokenmillLM(TemplateLM):
     """A model for `lm_eval --model tokenmill`.
 
     pretrained or model: a folder in Hugging Face layout, or a hub id. arguments: those of EngineConfig.
-    max_length: the name of the hf class for max_model_len.
+    max_length: what the hf class calls max_model_len.
     max_gen_toks: the most new tokens for tasks that do not say how many.
     add_bos_token: whether each text begins with the BOS token; None leaves that to the tokenizer.
     prefix_token_id: the token before a text without context; None stands for the BOS token, or else the EOS token.
@@ -304,6 +304,7 @@ class TokenmillLM(TemplateLM):
     def _answer(self, token_ids: Tokens, until: list[str]) -> str:
         """Return the text of an answer, without its reasoning and without the text that ended it."""
         end_text: str | None = None
+        # A token that ends the reasoning is found in the ids. A text that ends it is found in the decoded answer.
         if isinstance(self._think_end, int):
             answer_ids = _after_last(token_ids, self._think_end)
             text = self.tokenizer.decode(answer_ids, skip_special_tokens=True).lstrip()

@@ -248,7 +248,7 @@ class ApiServer:
     async def _stream(
         self, request: Request, project: Project, call: Call, made: Made, events: Events
     ) -> Response:
-        """Answer with a stream of events. An error before the first part is raised, as without a stream."""
+        """Answer with a stream of events. An error that comes before the first part is raised, as in `_answer`."""
         answer = self._parts(project, call, made)
         try:
             first_part = await _while_connected(request, anext(answer))

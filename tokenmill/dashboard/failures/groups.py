@@ -26,7 +26,7 @@ class Remedy(Enum):
     SETTING = "Trying again can help, once the workers' settings allow what the job asks for."
     SERVER = "Trying again can help, once the cause is mended."
     CANCELLED = "Somebody stopped it. It runs if it is put back."
-    UNKNOWN = "It is not known whether trying again helps: the error is no error of Tokenmill's."
+    UNKNOWN = "It is not known whether trying again helps: the error is not one of Tokenmill's."
 
 
 #: The error of a worker whose settings do not allow what a job asks for. It names the setting.

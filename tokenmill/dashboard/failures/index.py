@@ -45,7 +45,7 @@ class FailureIndex:
     """Groups the failed jobs of all queues by their cause. Safe to call from many threads.
 
     A sweep goes through the failed jobs of all queues, chunk by chunk, and reads only jobs that are not known yet. At
-    its end, it forgets jobs that are gone. How far a sweep gets at a time depends on the callers.
+    its end, it forgets jobs that are gone. Each call of `advance` or `finish` carries the sweep some chunks further.
 
     is_whole: whether a sweep has come to its end. clock: monotonic seconds.
     """

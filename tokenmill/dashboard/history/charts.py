@@ -79,7 +79,7 @@ class Charts:
         width_s = RINGS[ring].width_s
         last = int((now - LATE_S) // width_s)
         if ring > 0:
-            # A row of the first ring is written when its ten seconds begin, a wider row after its time has ended.
+            # A row of ten seconds is written when its time begins. A wider row is written after its time has ended.
             last -= 1
         row_numbers = range(last - num_rows + 1, last + 1)
         since = row_numbers[0] * width_s

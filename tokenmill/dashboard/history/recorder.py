@@ -114,10 +114,12 @@ class Recorder:
                 self._next_rows[ring] = _first_complete(ring, now)
 
         rows_by_kind = self._current_rows(look, samples, now)
-        number = int(now // _WIDTH_S)
-        self._write({kind: {number: rows} for kind, rows in rows_by_kind.items()}, now)
+        row_number = int(now // _WIDTH_S)
+        new_rows = {kind: {row_number: rows} for kind, rows in rows_by_kind.items()}
+        self._write(new_rows, now)
         write_marks(self._connection, samples, now)
 
+        # Join the wider rows whose time has ended since the last call.
         for ring, first in self._next_rows.items():
             last = int(now // RINGS[ring].width_s) - 1
             if first <= last:

@@ -171,7 +171,7 @@ class Rings:
         self, kind: Kind, ring: int, names: Sequence[str], first: int, last: int
     ) -> dict[str, dict[int, Values]]:
         """Return the rows of some series whose numbers are from `first` to `last`, by name and number."""
-        # The rows before these have been overwritten.
+        # Earlier rows have been overwritten.
         first = max(first, last - RINGS[ring].num_rows + 1)
         spans = _spans(ring, first, last)
         size = kind.row.size
@@ -212,7 +212,9 @@ class Rings:
         finer = ring - 1
         ratio = width_s // RINGS[finer].width_s
         names = list(self.names(kind, first * width_s))
-        finer_rows = self.read(kind, finer, names, first * ratio, (last + 1) * ratio - 1)
+        first_finer = first * ratio
+        last_finer = (last + 1) * ratio - 1
+        finer_rows = self.read(kind, finer, names, first_finer, last_finer)
         written_rows = self.read(kind, ring, names, first, last)
         with self._connection.pipeline(transaction=False) as pipe:
             for name in names:
@@ -220,10 +222,12 @@ class Rings:
                 for number in range(first, last + 1):
                     if number in written_rows[name]:
                         continue
-                    parts = range(number * ratio, (number + 1) * ratio)
-                    known = [finer_rows[name][part] for part in parts if part in finer_rows[name]]
-                    if known:
-                        rows[number] = _joined(kind, known)
+                    parts = []
+                    for finer_number in range(number * ratio, (number + 1) * ratio):
+                        if finer_number in finer_rows[name]:
+                            parts.append(finer_rows[name][finer_number])
+                    if parts:
+                        rows[number] = _joined(kind, parts)
                 self.write(pipe, kind, ring, name, rows)
                 if rows:
                     pipe.expire(kind.key(name), TTL_S)

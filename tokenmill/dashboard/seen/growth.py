@@ -117,6 +117,7 @@ class Rates:
         recent = self._recent.get(worker)
         if not recent or len(recent) < 2:
             return None
+        # From the earliest point of the last WINDOW_S. If there is none, from the point before the last one.
         *earlier, last = recent
         first = earlier[-1]
         for point in earlier:

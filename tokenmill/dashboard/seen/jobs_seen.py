@@ -35,8 +35,8 @@ class FailedJob:
     """A failed job of a queue.
 
     function: None if the payload cannot be read. ended_at: Unix seconds. error: the last line of the error.
-    is_stopped: whether a cancel stopped the job, which RQ counts as failed. producer: the producer that the job's meta
-    names; "" if it names none.
+    is_stopped: whether a cancel stopped the job. RQ counts such a job as failed.
+    producer: the producer that the job's meta names; "" if it names none.
     """
 
     job_id: str
@@ -80,6 +80,7 @@ class JobSeen:
 
 def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
     """Return at most `most` failed jobs of these queues, the newest first, without jobs that a cancel stopped."""
+    # Stopped jobs are skipped, so more jobs are read than are returned.
     num_read = most + MAX_STOPPED
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:

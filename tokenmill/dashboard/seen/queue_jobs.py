@@ -74,6 +74,7 @@ def _read(
     keys = [rq_jobs.job_key(job_id) for job_id in job_ids]
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
+            # The time of a scheduled job is its score. Its created_at is read too, so that all replies have one form.
             pipe.hmget(key, time_field or "created_at", "worker_name")
             pipe.hstrlen(key, "data")
         # A key may hold a value of another type, which a producer has written.

@@ -79,7 +79,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
 
 
 def _idle_state(reader: RunReader, shard: int, *, has_job: bool) -> str:
-    """Return the state of a shard that has no part and does not run. has_job: whether Redis has a job of the shard."""
+    """Return the state of a shard that has no output yet and does not run. has_job: whether Redis has a job of it."""
     is_cancelled = "cancelled" in reader.facts and not reader.is_finished
     if is_cancelled:
         return "left"

@@ -236,7 +236,7 @@ class JobsAsked:
             self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Read results until none is awaited. Look for lost jobs every LOOK_S."""
+        """Read results until no job is awaited. Look for lost jobs every LOOK_S."""
         loop = asyncio.get_running_loop()
         looked_at = loop.time()
         while self._is_any_open():
@@ -247,7 +247,7 @@ class JobsAsked:
                     looked_at = now
                     await self._look_for_lost()
             except RedisError:
-                # Redis is away. Its results can be read once it is back.
+                # Redis cannot be reached. The results can be read once it answers again.
                 await asyncio.sleep(LOOK_S)
 
     def _is_any_open(self) -> bool:

@@ -456,7 +456,10 @@ def _checked_request(body: Any) -> _BatchRequest:
 
 
 def _refuse_compressed(lines: IO[bytes]) -> None:
-    """Raise ApiError if the input file is compressed. Workers would unpack it, but the server counts the bytes as text."""
+    """Raise ApiError if the input file is compressed.
+
+    Workers would unpack the file. But the server counts the file's bytes as text, to bound the tokens of a project.
+    """
     beginning = lines.read(4)
     lines.seek(0)
     if beginning.startswith(_COMPRESSED):
