@@ -139,7 +139,7 @@ _HOSTS = Hosts((), is_local=True)
 def _check_browser(headers: Headers) -> None:
     """Raise ApiError if a browser sends the request for a page of another site. headers: of the request.
 
-    This is for a server without keys. Another site's page has no key.
+    Only a server without keys needs this check. Where a key is needed, a page of another site has none.
     """
     host = headers.get("host", "")
     origin = headers.get("origin")

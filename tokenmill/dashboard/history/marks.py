@@ -91,7 +91,10 @@ def last_end(connection: Redis, name: str, now: float) -> Mark | None:
     name: of a worker that is not registered any more.
     """
     # A dashboard writes the mark some seconds after the end. Until then, the worker's last sample shows it.
-    for worker in read_workers(connection, [name] if is_unicode(name) else []):
+    names = (
+        [name] if is_unicode(name) else []
+    )  # a name from an address may have no encoding for Redis
+    for worker in read_workers(connection, names):
         if worker.sample is not None and worker.sample.state == STOPPED:
             return Mark(now - worker.sample.silent_s, safe_name(name), LEFT)
 

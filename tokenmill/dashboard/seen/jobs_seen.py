@@ -202,7 +202,7 @@ def _grouped(replies: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def _field_to_read(field: str, num_bytes: int) -> str:
-    """Return the name of a field of a job's hash; "", which no hash has, if its value is too long to be read."""
+    """Return a field's name if its value is short enough to be read; otherwise "", which is no job's field."""
     return field if num_bytes <= MAX_PAYLOAD_BYTES else ""
 
 

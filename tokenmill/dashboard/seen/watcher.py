@@ -98,7 +98,10 @@ class _Cached(Generic[T]):
 
 
 class Watcher:
-    """Reads Redis in the calling thread. Safe to call from many threads. clock: Unix seconds."""
+    """Reads the state of queues, workers and runs, in the calling thread. Safe to call from many threads.
+
+    clock: Unix seconds.
+    """
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self.connection = connection
@@ -109,12 +112,18 @@ class Watcher:
         self._cached_failed = _Cached(self._read_failed)
 
     def look(self) -> Look:
-        """Return the state of queues, workers and runs, as it was lately (see LOOK_S). Raises RedisError."""
+        """Return the state of queues, workers and runs. Read it again if it is too old (see LOOK_S).
+
+        Raises RedisError.
+        """
         with self._lock:
             return self._cached_look.get()
 
     def newest_failed(self) -> Sequence[FailedJob]:
-        """Return the newest failed jobs of all queues, as they were lately (see LOOK_S). Raises RedisError."""
+        """Return the newest failed jobs of all queues. Read them again if they are too old (see LOOK_S).
+
+        Raises RedisError.
+        """
         with self._lock:
             return self._cached_failed.get()
 

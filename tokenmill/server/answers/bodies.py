@@ -133,6 +133,7 @@ def _stream_options(path: str, body: Mapping[str, Any]) -> _StreamOptions:
         raise ApiError(400, f"{path} does not stream: leave stream out", param="stream")
     if options is None:
         options = {}
+    # include_obfuscation is accepted, because clients of OpenAI may send it. It changes nothing here.
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options may have only include_usage", param="stream_options")
     return _StreamOptions(is_streamed=True, with_usage=bool(options.get("include_usage")))

@@ -272,7 +272,8 @@ class JobsAsked:
                 job_ids_by_text_key[key.encode()] = job_id
             positions[rq_jobs.results_key(job_id)] = b"0"
 
-        await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
+        pause_s = len(positions) * PAUSE_S_OF_KEY
+        await asyncio.sleep(min(pause_s, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
         except ResponseError:
@@ -315,7 +316,7 @@ class JobsAsked:
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
         """Fail the jobs that have a key with a value of a wrong type. Return whether there were any.
 
-        Other programs may have written such a value. It makes the one read for all jobs fail.
+        Other programs may have written such a value. One of them makes the read for all jobs fail.
         """
         pipe = self._reader.pipeline(transaction=False)
         for key in keys:

@@ -89,8 +89,8 @@ class _BatchRequest:
 class BatchState:
     """The state of a batch.
 
-    status: OpenAI's word. total, done, failed: numbers of lines; failed lines are done too. reason: why the batch
-    failed. began_at, ended_at: Unix seconds. usage: the tokens of all finished lines.
+    status: OpenAI's word. total, done, failed: numbers of lines; `done` counts the failed lines too. reason: why the
+    batch failed. began_at, ended_at: Unix seconds. usage: the tokens of all finished lines.
     """
 
     status: str
