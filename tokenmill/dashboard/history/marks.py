@@ -91,9 +91,8 @@ def last_end(connection: Redis, name: str, now: float) -> Mark | None:
     name: of a worker that is not registered any more.
     """
     # A dashboard writes the mark some seconds after the end. Until then, the worker's last sample shows it.
-    names = (
-        [name] if is_unicode(name) else []
-    )  # a name from an address may have no encoding for Redis
+    # A name from a page's address may hold characters that cannot be encoded for Redis.
+    names = [name] if is_unicode(name) else []
     for worker in read_workers(connection, names):
         if worker.sample is not None and worker.sample.state == STOPPED:
             return Mark(now - worker.sample.silent_s, safe_name(name), LEFT)

@@ -39,8 +39,8 @@ class QueueGrowth:
 class Growth:
     """How fast a worker's counts grow, per second.
 
-    tokens: generated tokens, tokens of prompts, and cached tokens. queues: by the name of each queue that the worker
-    serves.
+    tokens: generated tokens, tokens of prompts, and cached tokens. queues: the counts of each queue that the worker
+    serves, by the queue's name.
     """
 
     tokens: tuple[float, float, float]

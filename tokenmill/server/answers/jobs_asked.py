@@ -166,7 +166,7 @@ class JobsAsked:
             else:
                 await self._writes.send(partial(self._enqueue, made, call, is_followed))
             call.let_arguments_go()
-            # Not earlier, because an awaited job that is not in Redis is taken for deleted.
+            # The job is awaited only from here on, because an awaited job that is not in Redis is taken for deleted.
             self._awaited.setdefault(made.id, []).append(awaited)
             self._ensure_reading()
             yield awaited

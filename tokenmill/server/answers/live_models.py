@@ -64,7 +64,7 @@ class LiveModels:
         served = ", ".join(_listed_models(serving))
         raise ApiError(
             404,
-            f"the model {model!r} is not served, but {served}: name one of these",
+            f"the model {model!r} is not served; the served models are {served}: name one of these",
             code="model_not_found",
             param="model",
         )

@@ -39,7 +39,9 @@ class SentTexts:
         """
         sent = self._texts.get((sample, part), "")
         if not whole.startswith(sent):
-            logger.error("%s: the answer's %s begins otherwise than was sent", self.job_id, part)
+            logger.error(
+                "%s: the %s of the answer does not begin with what was sent", self.job_id, part
+            )
             raise ApiError(500, "the answer differs from the text that was sent: ask again")
         self._texts[sample, part] = whole
         return whole.removeprefix(sent)
