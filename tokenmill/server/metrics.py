@@ -58,10 +58,12 @@ class Metrics:
             registry=registry,
         )
         self.open_streams = Gauge(
-            "tokenmill_api_open_streams", "Streams that have begun.", registry=registry
+            "tokenmill_api_open_streams",
+            "Streams that have begun and not ended.",
+            registry=registry,
         )
         self.uploaded_bytes = Counter(
-            "tokenmill_api_uploaded_bytes", "Bytes of uploads that came.", registry=registry
+            "tokenmill_api_uploaded_bytes", "Bytes of uploads that have come in.", registry=registry
         )
         self.limited = Counter(
             "tokenmill_api_limited",
