@@ -5,7 +5,7 @@
     run = tokenmill.submit(frame, "scored", template="Is this review positive? {text}", max_tokens=4)
 
 Each name is imported from its package when it is used. So `import tokenmill` alone loads no torch, pyarrow or rq.
-Jobs keep the names that queues hold, such as "jobs.complete".
+In queues, jobs keep the names of their functions in the package `jobs`, such as "jobs.complete".
 """
 
 import importlib

@@ -56,13 +56,14 @@ def is_loopback(bind: str) -> bool:
 class Hosts:
     """The host names by which requests may call a server.
 
-    If the owner of a name points that name at 127.0.0.1, his pages in a browser could read the answers (DNS rebinding).
-    So only these hosts are allowed, each with any port, because a tunnel has a port of its own:
+    If an attacker points a name of his at 127.0.0.1, his pages in a browser could read the answers (DNS rebinding).
+    So only these hosts are allowed. Each may have any port, because a tunnel has a port of its own:
 
     - localhost and loopback addresses,
-    - any numeric address, unless the server is local: nobody can point a number elsewhere,
-    - `named`: the `name` or `name:port` of proxies, and of this machine unless the server is local.
+    - other numeric addresses, if the server is not local: nobody can point a numeric address at another machine,
+    - the names in `named`.
 
+    named: the `name` or `name:port` of each proxy, and of this machine unless the server is local.
     is_local: whether the server listens for this machine only.
     """
 

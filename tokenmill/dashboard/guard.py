@@ -1,9 +1,9 @@
 """Decides who gets an answer, how long a connection lasts, and what an answer may do in the browser.
 
-Any page in a browser may send requests to 127.0.0.1. If the owner of a name points that name there (DNS rebinding), his
+Any page in a browser may send requests to 127.0.0.1. If an attacker points a name of his there (DNS rebinding), his
 page can read the answers too. So only requests to the dashboard's own names are answered. If a token is set, browsers
 have to log in with it. An action needs a POST from one of the dashboard's own pages. Pages show texts that producers
-write: if one of them got a script into a page, the browser would not run it.
+write: if such a text brought a script into a page, the browser would not run the script.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Sessions:
 
 
 class Guard:
-    """Wraps the application, and refuses requests that it must not get. sessions: None if there are no logins."""
+    """Wraps the application, and refuses requests that must not reach it. sessions: None if there are no logins."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts, sessions: Sessions | None) -> None:
         self._app = app
@@ -147,7 +147,7 @@ class Guard:
 
 
 def _with_safe_headers(path: str, send: Send) -> Send:
-    """Return a `send` that adds headers to responses, which bound what the browser does with them."""
+    """Return a `send` that adds headers to each response. The headers limit what a browser does with the response."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -182,7 +182,7 @@ MAX_CONNECTIONS = 500
 
 
 class TimedConnection(H11Protocol):
-    """A connection that is closed after CONNECTION_S. A request that is being answered then is answered first."""
+    """A connection that is closed after CONNECTION_S. If a request is being answered then, the answer is sent first."""
 
     made_at = 0.0
 
@@ -217,9 +217,9 @@ MAX_WAITING = 10
 
 
 class LoginThrottle:
-    """Slows logins down after MAX_WRONG wrong tokens in a row, until a right one comes.
+    """Slows logins down after MAX_WRONG wrong tokens in a row. The next right token ends this.
 
-    pause_s: the seconds between two logins then.
+    pause_s: the seconds between two logins while they are slowed down.
     """
 
     def __init__(self, pause_s: float = 1.0) -> None:

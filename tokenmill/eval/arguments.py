@@ -35,7 +35,7 @@ def engine_config(
 ) -> EngineConfig:
     """Return the engine's configuration for `--model_args`. Raises ConfigError for an unknown name or a wrong value.
 
-    pretrained, model: two names for the same argument. max_length: the name of the `hf` class for max_model_len.
+    pretrained, model: two names for the same argument. max_length: what the `hf` class calls max_model_len.
     arguments: all other arguments. As with `hf`, the device HARNESS_DEVICE means the CPU if there is no GPU.
     """
     if (pretrained is None) == (model is None):
@@ -55,7 +55,7 @@ def engine_config(
         elif name not in _ENGINE_ARGUMENTS:
             names = ", ".join(sorted(_ENGINE_ARGUMENTS))
             raise ConfigError(
-                f"{name!r} is no argument of this model; of an engine there are {names}"
+                f"{name!r} is no argument of this model; the arguments of the engine are {names}"
             )
         else:
             values[name] = value
@@ -76,8 +76,11 @@ def sampling_params(
     if not parameters.pop("do_sample"):
         parameters["temperature"] = 0.0
     for name, neutral_values in NEUTRAL_GENERATION.items():
-        if name in parameters and parameters.pop(name) not in neutral_values:
-            raise InvalidSampling(f"{name}={values[name]!r} is not built; leave it out")
+        if name not in parameters:
+            continue
+        value = parameters.pop(name)
+        if value not in neutral_values:
+            raise InvalidSampling(f"{name}={value!r} is not built; leave it out")
     parameters["max_tokens"] = max_tokens
     parameters["stop"] = stop
     parameters["stop_token_ids"] = [] if end_token_id is None else [end_token_id]

@@ -48,7 +48,7 @@ class TokenmillLM(TemplateLM):
     """A model for `lm_eval --model tokenmill`.
 
     pretrained or model: a folder in Hugging Face layout, or a hub id. arguments: those of EngineConfig.
-    max_length: the name of the hf class for max_model_len.
+    max_length: what the hf class calls max_model_len.
     max_gen_toks: the most new tokens for tasks that do not say how many.
     add_bos_token: whether each text begins with the BOS token; None leaves that to the tokenizer.
     prefix_token_id: the token before a text without context; None stands for the BOS token, or else the EOS token.
@@ -75,6 +75,7 @@ class TokenmillLM(TemplateLM):
         **arguments: Any,
     ) -> None:
         super().__init__()
+        # The harness passes these to every model. The engine forms its batches itself.
         for name in ("batch_size", "max_batch_size"):
             arguments.pop(name, None)
         config = engine_config(pretrained, model, max_length, arguments)
@@ -199,7 +200,7 @@ class TokenmillLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Iterable[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return what `loglikelihood` returns, for requests that are tokenized."""
+        """Return what `loglikelihood` returns, for requests that are tokenized already."""
         all_texts = []
         pairs = []
         for texts, context, continuation in requests:
@@ -262,7 +263,7 @@ class TokenmillLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the model's answer to each context, up to one of the texts in `until`.
 
-        Raises EngineError if a request fails, and InvalidSampling for a value that the engine does not have.
+        Raises EngineError if a request fails, and InvalidSampling for a value that the engine does not support.
         """
         generations = [self._generation(*request.args) for request in requests]
         completions = self.engine.generate(
@@ -303,6 +304,7 @@ class TokenmillLM(TemplateLM):
     def _answer(self, token_ids: Tokens, until: list[str]) -> str:
         """Return the text of an answer, without its reasoning and without the text that ended it."""
         end_text: str | None = None
+        # A token that ends the reasoning is found in the ids. A text that ends it is found in the decoded answer.
         if isinstance(self._think_end, int):
             answer_ids = _after_last(token_ids, self._think_end)
             text = self.tokenizer.decode(answer_ids, skip_special_tokens=True).lstrip()

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API over the same queues: a producer that speaks HTTP. It imports `jobs` alone."""
+"""OpenAI's API over HTTP: a producer that turns requests into jobs on the queues. It needs `jobs`, but no engine."""

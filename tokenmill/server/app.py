@@ -186,7 +186,7 @@ class ApiServer:
         try:
             await run_in_threadpool(record_limited, self._connection, project, limit, now)
         except RedisError as error:
-            logger.warning("that a project was limited cannot be recorded: %s", error)
+            logger.warning("the refusal of a request at a limit cannot be recorded: %s", error)
 
     async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call of one of ENDPOINTS with the value of a job."""
@@ -232,7 +232,7 @@ class ApiServer:
     async def _parts(
         self, project: Project, call: Call, made: Made
     ) -> AsyncGenerator[TextPiece | bytes, None]:
-        """Enqueue a job and yield its answer: pieces of text as they come, if they do, and then the job's value."""
+        """Enqueue a job and yield its answer: first pieces of the text, if the text can grow, then the job's value."""
         ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
         try:
             async with (
@@ -248,7 +248,7 @@ class ApiServer:
     async def _stream(
         self, request: Request, project: Project, call: Call, made: Made, events: Events
     ) -> Response:
-        """Answer with a stream of events. An error before the first part is raised, as without a stream."""
+        """Answer with a stream of events. An error that comes before the first part is raised, as in `_answer`."""
         answer = self._parts(project, call, made)
         try:
             first_part = await _while_connected(request, anext(answer))

@@ -30,12 +30,12 @@ class BoundedConnection(H11Protocol):
         self._set_head_timer()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request, or for the rest of this one."""
+        """Start the timer: for the next request, or for the rest of a request that was answered before its end."""
         super().on_response_complete()
         self._set_head_timer()
 
     def pause_writing(self) -> None:
-        """Start the timer for the client to read."""
+        """Start a timer, because the client has to read before more can be written."""
         super().pause_writing()
         self._read_timer = self.loop.call_later(self.read_s, self.transport.abort)
 

@@ -29,7 +29,7 @@ class ApiError(Exception):
 
     status: the response's HTTP status. code: OpenAI's name for the error, such as "model_not_found". param: the wrong
     argument. headers: further headers of the response. project: the project of the request, if the error is raised
-    while it is looked up.
+    while the project is looked up.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Remembers what was made for each `Idempotency-Key` of a client, so that a retry makes no second job, file or batch.
 
-Source: draft-ietf-httpapi-idempotency-key-header. As the draft says, another body under the same key is a 422. By the
-draft, a retry that comes before the first answer is a 409. This server lets the retry wait for that answer instead.
+Source: draft-ietf-httpapi-idempotency-key-header. Another body under the same key is a 422, as in the draft. A retry
+that comes before the first answer is a 409 in the draft. This server lets such a retry wait for that answer instead.
 """
 
 import json

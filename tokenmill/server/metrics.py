@@ -1,7 +1,7 @@
 """The metrics of the server for Prometheus: its requests, its streams, and the batches of all servers.
 
-No label holds a key or an id. An endpoint is the path of a route, never the path that a client sent. A project is that
-of a key.
+No label holds a key or an id. The label `endpoint` is the path of a route, never the path that a client sent. The label
+`project` is the name of a key's project.
 """
 
 import time
@@ -45,7 +45,7 @@ class Metrics:
         )
         self.request_seconds = Histogram(
             "tokenmill_api_request_seconds",
-            "From a request to the end of its answer, of a stream to its last event.",
+            "From a request to the end of its answer. A stream's answer ends with its last event.",
             ("endpoint",),
             buckets=_BOUNDS_S,
             registry=registry,
@@ -58,14 +58,16 @@ class Metrics:
             registry=registry,
         )
         self.open_streams = Gauge(
-            "tokenmill_api_open_streams", "Streams that have begun.", registry=registry
+            "tokenmill_api_open_streams",
+            "Streams that have begun and not ended.",
+            registry=registry,
         )
         self.uploaded_bytes = Counter(
-            "tokenmill_api_uploaded_bytes", "Bytes of uploads that came.", registry=registry
+            "tokenmill_api_uploaded_bytes", "Bytes of uploads that have come in.", registry=registry
         )
         self.limited = Counter(
             "tokenmill_api_limited",
-            "Requests that were refused as their project asks more than it may.",
+            "Requests that were refused because their project was at a limit.",
             ("project", "reason"),
             registry=registry,
         )
@@ -78,7 +80,7 @@ class Metrics:
 
 
 class _BatchCollector(Collector):
-    """Counts batches by their status. Each exposition reads only the batches that had not ended at the last one."""
+    """Counts batches by their status. Each exposition reads only batches that had not ended at the previous one."""
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self._connection = connection

@@ -84,6 +84,7 @@ class Projects:
         began_at = self._clock()
         # Requests that come at the same time wait here, and share one reading.
         async with self._reading:
+            # abs, because the clock may have been set back since the last reading.
             if self._cached is None or abs(began_at - self._cached_at) >= max_age_s:
                 self._cached_at = self._clock()
                 self._cached = await run_in_threadpool(known_keys, self._connection)
@@ -138,7 +139,7 @@ _HOSTS = Hosts((), is_local=True)
 def _check_browser(headers: Headers) -> None:
     """Raise ApiError if a browser sends the request for a page of another site. headers: of the request.
 
-    This is for a server without keys. Another site's page has no key.
+    Only a server without keys needs this check. Where a key is needed, a page of another site has none.
     """
     host = headers.get("host", "")
     origin = headers.get("origin")
@@ -146,8 +147,8 @@ def _check_browser(headers: Headers) -> None:
     if not _HOSTS.allows(host) or not is_own:
         raise ApiError(
             403,
-            "a server without keys is asked for as localhost or 127.0.0.1, by programs and pages of this machine: "
-            "use that address, or make a key with `tokenmill keys add PROJECT`",
+            "a server without keys answers only at localhost or 127.0.0.1, and only programs and pages of this "
+            "machine: use that address, or make a key with `tokenmill keys add PROJECT`",
             code="wrong_host",
         )
 

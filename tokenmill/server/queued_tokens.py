@@ -43,7 +43,7 @@ _LINE_BYTES = 8 << 20
 class QueuedTokens:
     """Counts tokens in Redis, for all servers.
 
-    is_open: a function of a project and the id of a batch, which says whether the batch has not ended.
+    is_open: a function that says whether a batch has not ended. It gets a project's name and the batch's id.
     clock: Unix seconds.
     """
 
@@ -61,10 +61,10 @@ class QueuedTokens:
     async def held(
         self, project: Project, made: Made, call: Call, timeout_s: int
     ) -> AsyncIterator[None]:
-        """A context manager that counts a call's tokens during its block.
+        """A context manager that counts a call's tokens during its block. made: the call's job.
 
         If the client leaves and the job goes on, the tokens are counted until the job's end. Raises RedisError, and
-        ApiError if the project has no room.
+        ApiError if the call would exceed the project's limit.
         """
         if project.limits.tokens_queued is None:
             yield
@@ -84,7 +84,7 @@ class QueuedTokens:
     def admit(self, project: Project, name: str, num_tokens: int, most_s: float) -> None:
         """Count the tokens of a call or batch from now on, until `leave`, and for `most_s` seconds at most.
 
-        name: the id of the call or batch. Raises RedisError, and ApiError if the project has no room.
+        name: the id of the call or batch. Raises RedisError, and ApiError if this would exceed the project's limit.
         """
         most = project.limits.tokens_queued
         if most is None:
@@ -126,14 +126,14 @@ class QueuedTokens:
         self._connection.hdel(api_tokens_key(project), name)
 
     def _tokens_by_name(self, project: str) -> dict[str, int]:
-        """Return a project's counted tokens by the id of their call or batch. Remove what is too old."""
+        """Return a project's counted tokens by the id of their call or batch. Remove expired counts."""
         now = self._clock()
         tokens_by_name: dict[str, int] = {}
         records: Any = self._connection.hgetall(api_tokens_key(project))
         for raw_name, record in records.items():
             name = stored.text(raw_name)
-            num_tokens, _, end = stored.text(record).partition(" ")
-            if float(end) < now:
+            num_tokens, _, expires_at = stored.text(record).partition(" ")
+            if float(expires_at) < now:
                 self.leave(project, name)
             else:
                 tokens_by_name[name] = int(num_tokens)
@@ -214,7 +214,7 @@ def _num_bytes(value: object) -> int:
         elif isinstance(part, list):
             values += part
         elif isinstance(part, dict):
-            values += [value for name, value in part.items() if name not in _PICTURES]
+            values += [field for name, field in part.items() if name not in _PICTURES]
         elif isinstance(part, int):
             total += BYTES_PER_TOKEN
     return total

@@ -120,6 +120,7 @@ def parsed_body(data: bytes | bytearray) -> Any:
         raise ApiError(400, "the body is not JSON in UTF-8") from None
     _check_parts(value)
     if _HALF_PAIR.search(data):
+        # Two halves may form a pair, which is fine. A half without its other half cannot be encoded.
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

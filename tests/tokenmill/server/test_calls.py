@@ -60,7 +60,9 @@ def test_an_adapter_is_a_model_as_soon_as_its_folder_is_there(served: Served) ->
     assert (answer.system_fingerprint or "").startswith(f"{fingerprint}/")
     with pytest.raises(openai.BadRequestError, match=r"'sql' is an adapter, .* name 'fake'"):
         served.client.post("/classify", cast_to=object, body={"model": "sql", "input": "hello"})
-    with pytest.raises(openai.NotFoundError, match="'sqll' is not served, but fake, sql: name"):
+    with pytest.raises(
+        openai.NotFoundError, match="'sqll' is not served; the served models are fake, sql: name"
+    ):
         served.client.completions.create(model="sqll", prompt="hello")
     shutil.rmtree(folder)
     wait_until(lambda: [model.id for model in served.client.models.list().data] == ["fake"])

@@ -46,7 +46,7 @@ def retry(context: ActionContext, form: Form) -> ActionResult:
 
 
 def _without_wrong(context: ActionContext, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Return these jobs of a queue without those whose own arguments are known to be wrong."""
+    """Leave out the jobs of a queue whose own arguments are known to be wrong, and return the rest."""
     context.failures.read_jobs(queue, job_ids)
     remedy = context.failures.remedy
     return [job_id for job_id in job_ids if remedy(queue, job_id) is not Remedy.CLIENT]
@@ -70,8 +70,8 @@ def delete(context: ActionContext, form: Form) -> ActionResult:
 def _chosen_jobs(context: ActionContext, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
     """Yield (queue, job ids) for the jobs that a form chooses, in chunks.
 
-    These are the ticked jobs. If the form has the field `all`, they are the failed jobs of its `group` and `queue`,
-    where an empty field means all of them.
+    These are the ticked jobs. If the form has the field `all`, they are the failed jobs of its `group` and `queue`. An
+    empty `group` stands for all groups, and an empty `queue` for all queues.
     """
     if not form.get("all"):
         yield from form.jobs().items()

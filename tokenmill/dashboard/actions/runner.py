@@ -45,7 +45,7 @@ class ActionContext:
     progress: str = ""
 
     def report(self, text: str) -> None:
-        """Set `progress`."""
+        """Record how far the action is, for pages to show."""
         self.progress = text
 
 
@@ -91,7 +91,7 @@ class ActionRunner:
         return RunningAction(context, future)
 
     def leave(self, running: RunningAction) -> None:
-        """Let a long action go on without its page. `long_texts` tells all pages of it."""
+        """Let a long action go on without its page. `long_texts` then reports it to every page."""
         with self._lock:
             self._long_actions.append(running)
 

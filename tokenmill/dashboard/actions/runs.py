@@ -6,7 +6,7 @@ from jobs.runs.plans.names import is_run_id
 from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.actions.runner import ActionContext, ActionResult
 
-_UNKNOWN = "Nothing was cancelled: Redis does not know this run, or no longer."
+_UNKNOWN = "Nothing was cancelled: Redis does not know this run. It may have expired."
 
 
 def cancel(context: ActionContext, form: Form) -> ActionResult:

@@ -31,7 +31,7 @@ def resume(context: ActionContext, form: Form) -> ActionResult:
 
 
 def drain(context: ActionContext, form: Form) -> ActionResult:
-    """Make a worker finish its running jobs, and end. A first SIGTERM has the same effect."""
+    """Make a worker finish its running jobs and then end, as a first SIGTERM does."""
     worker = form.get("worker")
     num_receivers = context.connection.publish(command_channel(worker), SHUTDOWN)
     if num_receivers:
@@ -42,7 +42,10 @@ def drain(context: ActionContext, form: Form) -> ActionResult:
 
 
 def stop(context: ActionContext, form: Form) -> ActionResult:
-    """Make a worker give back all its jobs, and end. A second SIGTERM has the same effect."""
+    """Make a worker give all its jobs back to the queue and then end, as a second SIGTERM does.
+
+    The worker needs the command twice: after the first one, it still finishes its running jobs.
+    """
     worker = form.get("worker")
     num_receivers = context.connection.publish(command_channel(worker), SHUTDOWN)
     if num_receivers:

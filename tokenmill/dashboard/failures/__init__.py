@@ -1,1 +1,1 @@
-"""Failed jobs, grouped by what they failed with."""
+"""Failed jobs, grouped by the cause of their failure."""

@@ -26,7 +26,7 @@ class Remedy(Enum):
     SETTING = "Trying again can help, once the workers' settings allow what the job asks for."
     SERVER = "Trying again can help, once the cause is mended."
     CANCELLED = "Somebody stopped it. It runs if it is put back."
-    UNKNOWN = "It is not known whether trying again helps: the error is no error of Tokenmill's."
+    UNKNOWN = "It is not known whether trying again helps: the error is not one of Tokenmill's."
 
 
 #: The error of a worker whose settings do not allow what a job asks for. It names the setting.
@@ -92,7 +92,7 @@ class Group:
 
     jobs: by id, when the job ended, in Unix seconds; None if that is not known.
     message: the message of the newest job, with its numbers. message_job: the id of the newest job.
-    Once the newest job is gone, `message` is the folded message and `message_job` is "".
+    Once the newest job is gone, `message` is the cause's folded message, without numbers, and `message_job` is "".
     """
 
     queue: str
@@ -103,7 +103,7 @@ class Group:
     _newest_first: list[tuple[float, Job]] | None = None
 
     def add(self, job_id: str, ended_at: float | None, message: str) -> None:
-        """Add a job. message: that of the job's error."""
+        """Add a job. message: the message of the job's error."""
         newest_at = self.jobs.get(self.message_job) or 0.0
         if not self.message_job or (ended_at or 0.0) > newest_at:
             self.message = message

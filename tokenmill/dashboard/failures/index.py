@@ -45,7 +45,7 @@ class FailureIndex:
     """Groups the failed jobs of all queues by their cause. Safe to call from many threads.
 
     A sweep goes through the failed jobs of all queues, chunk by chunk, and reads only jobs that are not known yet. At
-    its end, it forgets jobs that are gone. How far a sweep gets at a time depends on the callers.
+    its end, it forgets jobs that are gone. Each call of `advance` or `finish` carries the sweep some chunks further.
 
     is_whole: whether a sweep has come to its end. clock: monotonic seconds.
     """
@@ -56,10 +56,12 @@ class FailureIndex:
         self._lock = threading.Lock()
         #: By job: its score among the failed jobs, and the key of its cause.
         self._known: dict[Job, tuple[float, str]] = {}
-        #: By queue and key of the cause.
+        #: The groups by queue and key of the cause.
         self._groups: dict[tuple[str, str], Group] = {}
+        #: The sweep that is under way, and the seconds that its chunks have taken.
         self._sweep: Iterator[None] | None = None
         self._sweep_s = 0.0
+        #: When the rest after the last sweep ends.
         self._rest_ends_at = float("-inf")
         self._reader = threading.Thread()
         self._is_closed = threading.Event()
@@ -114,7 +116,7 @@ class FailureIndex:
                 break
 
     def close(self) -> None:
-        """End the thread that reads on."""
+        """End the thread that `advance` started."""
         self._is_closed.set()
         if self._reader.is_alive():
             self._reader.join()
@@ -218,7 +220,7 @@ class FailureIndex:
             del self._groups[queue, key]
 
     def _remove_gone(self, jobs: Sequence[Job]) -> None:
-        """Forget those of these jobs that are not among the failed jobs of their queue."""
+        """Check these jobs in Redis. Forget each one that is no longer among the failed jobs of its queue."""
         with self._connection.pipeline(transaction=False) as pipe:
             for queue, job_id in jobs:
                 pipe.zscore(rq_jobs.QueueKeys(queue).failed, job_id)
@@ -228,7 +230,7 @@ class FailureIndex:
                 self._remove(queue, job_id)
 
     def read_jobs(self, queue: str, job_ids: Sequence[str]) -> None:
-        """Read those of these jobs that are among the failed jobs of a queue. Raises RedisError."""
+        """Read the jobs with these ids that are among the failed jobs of a queue. Raises RedisError."""
         with self._connection.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.zscore(rq_jobs.QueueKeys(queue).failed, job_id)
@@ -307,9 +309,13 @@ def _contains(group: Group, text: str) -> bool:
 
 
 def _merged(groups: Sequence[Group]) -> GroupSeen:
-    """Return the groups of several queues that have one cause as one group."""
-    newest_group = max(groups, key=lambda group: group.newest_first()[0][0])
-    newest_at, sample = newest_group.newest_first()[0]
+    """Merge groups that have the same cause, each from another queue, into one group for a page."""
+
+    def newest_job(group: Group) -> tuple[float, Job]:
+        return group.newest_first()[0]
+
+    newest_group = max(groups, key=lambda group: newest_job(group)[0])
+    newest_at, sample = newest_job(newest_group)
     first_ends = [_first_end(group) for group in groups]
     return GroupSeen(
         cause=groups[0].cause,

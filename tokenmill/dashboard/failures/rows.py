@@ -15,9 +15,9 @@ MAX_ROWS = 10_000
 class FailedRows:
     """The rows of the page of failed jobs. Safe to call from many threads.
 
-    A page asks for itself again every two seconds. A failed job does not change until it is tried again, and then it
-    ends at another time. So a row is read again only if its job ended at another time. The time is unknown if RQ has
-    failed a job whose worker was gone. The row of such a job is read each time.
+    An open page updates itself every two seconds. A failed job changes only when it is tried again, and then it ends at
+    another time. So a row is read again only if the end time of its job has changed. If a worker dies, RQ fails its job
+    without an end time. The row of such a job is read each time.
     """
 
     def __init__(self, connection: Redis) -> None:
@@ -40,7 +40,7 @@ class FailedRows:
         return rows
 
     def _forget_some(self, just_read: Sequence[tuple[float, Job]]) -> None:
-        """Forget rows that may change, and the first ones if there are too many.
+        """Forget rows that may change. If too many rows are left, forget the oldest ones too.
 
         A row may change if the time at which its job ended is unknown, or is not the time that the caller knew.
         """

@@ -1,1 +1,1 @@
-"""The history that charts show. Redis keeps it for a week in a fixed size, so it outlives workers and dashboards."""
+"""The history that charts show. It is in Redis, so it outlives workers and dashboards. It goes back one week."""

@@ -74,20 +74,20 @@ class Charts:
         return charts
 
     def _read(self, of: str, name: str, range_: str, now: float) -> dict[str, Any]:
-        """Return what `read` returns, from Redis."""
+        """Read the charts from Redis. Return what `read` returns."""
         ring, num_rows = RANGES[range_]
         width_s = RINGS[ring].width_s
         last = int((now - LATE_S) // width_s)
         if ring > 0:
-            # A row of the first ring is written when its ten seconds begin, a wider row after its time has ended.
+            # A row of ten seconds is written when its time begins. A wider row is written after its time has ended.
             last -= 1
-        numbers = range(last - num_rows + 1, last + 1)
-        since = numbers[0] * width_s
+        row_numbers = range(last - num_rows + 1, last + 1)
+        since = row_numbers[0] * width_s
 
         rows_by_kind = {}
         for kind in _PAGES[of]:
             names = list(self._rings.names(kind, since)) if of == "overview" else [name]
-            rows_by_kind[kind] = self._rings.read(kind, ring, names, numbers[0], last)
+            rows_by_kind[kind] = self._rings.read(kind, ring, names, row_numbers[0], last)
 
         marks = read_marks(self._connection, since)
         is_now = True
@@ -97,8 +97,8 @@ class Charts:
         return {
             "is_now": is_now,
             "width_s": width_s,
-            "times": [number * width_s for number in numbers],
-            "charts": _CHARTS[of](rows_by_kind, numbers, name),
+            "times": [number * width_s for number in row_numbers],
+            "charts": _CHARTS[of](rows_by_kind, row_numbers, name),
             "marks": [asdict(mark) for mark in marks],
         }
 
@@ -126,20 +126,22 @@ RowsByName = Mapping[str, RowsByNumber]
 RowsByKind = Mapping[Kind, RowsByName]
 
 
-def _overview(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+def _overview(rows_by_kind: RowsByKind, row_numbers: range, name: str) -> dict[str, list[Line]]:
     """Return the charts of the overview."""
     fleet_rows = rows_by_kind[FLEET].get(ALL, {})
     return {
-        "waiting": _top_lines(QUEUE, "waiting", rows_by_kind[QUEUE], numbers, "other queues"),
-        "workers": _top_lines(WORKER, "generated", rows_by_kind[WORKER], numbers, "other workers"),
-        "tokens": _lines(FLEET, FLEET.columns, fleet_rows, numbers),
+        "waiting": _top_lines(QUEUE, "waiting", rows_by_kind[QUEUE], row_numbers, "other queues"),
+        "workers": _top_lines(
+            WORKER, "generated", rows_by_kind[WORKER], row_numbers, "other workers"
+        ),
+        "tokens": _lines(FLEET, FLEET.columns, fleet_rows, row_numbers),
     }
 
 
-def _queue(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+def _queue(rows_by_kind: RowsByKind, row_numbers: range, name: str) -> dict[str, list[Line]]:
     """Return the charts of a queue's page."""
     rows = rows_by_kind[QUEUE][name]
-    values = {column: _column(QUEUE, column, rows, numbers) for column in QUEUE.columns}
+    values = {column: _column(QUEUE, column, rows, row_numbers) for column in QUEUE.columns}
     ended = values["ended"]
     failed = values["failed"]
     return {
@@ -153,17 +155,17 @@ def _queue(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, lis
     }
 
 
-def _worker(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+def _worker(rows_by_kind: RowsByKind, row_numbers: range, name: str) -> dict[str, list[Line]]:
     """Return the charts of a worker's page."""
-    return {"tokens": _lines(WORKER, WORKER.columns, rows_by_kind[WORKER][name], numbers)}
+    return {"tokens": _lines(WORKER, WORKER.columns, rows_by_kind[WORKER][name], row_numbers)}
 
 
-def _run(rows_by_kind: RowsByKind, numbers: range, name: str) -> dict[str, list[Line]]:
+def _run(rows_by_kind: RowsByKind, row_numbers: range, name: str) -> dict[str, list[Line]]:
     """Return the charts of a run's page."""
     rows = rows_by_kind[RUN][name]
     return {
-        "rows": _lines(RUN, ("rows", "errors"), rows, numbers),
-        "tokens": _lines(RUN, ("tokens",), rows, numbers),
+        "rows": _lines(RUN, ("rows", "errors"), rows, row_numbers),
+        "tokens": _lines(RUN, ("tokens",), rows, row_numbers),
     }
 
 
@@ -175,21 +177,23 @@ _CHARTS: dict[str, Callable[[RowsByKind, range, str], dict[str, list[Line]]]] = 
 }
 
 
-def _lines(kind: Kind, columns: Iterable[str], rows: RowsByNumber, numbers: range) -> list[Line]:
+def _lines(
+    kind: Kind, columns: Iterable[str], rows: RowsByNumber, row_numbers: range
+) -> list[Line]:
     """Return a line for each of these columns of a series."""
-    return [_line(column, _column(kind, column, rows, numbers)) for column in columns]
+    return [_line(column, _column(kind, column, rows, row_numbers)) for column in columns]
 
 
 def _column(
-    kind: Kind, column: str, rows: RowsByNumber, numbers: Iterable[int]
+    kind: Kind, column: str, rows: RowsByNumber, row_numbers: Iterable[int]
 ) -> list[float | None]:
     """Return one column's values in the rows with these numbers; None where there is no row."""
     index = kind.columns.index(column)
-    return [rows[number][index] if number in rows else None for number in numbers]
+    return [rows[number][index] if number in rows else None for number in row_numbers]
 
 
 def _top_lines(
-    kind: Kind, column: str, rows_by_name: RowsByName, numbers: range, others: str
+    kind: Kind, column: str, rows_by_name: RowsByName, row_numbers: range, others: str
 ) -> list[Line]:
     """Return a line for each of the MAX_LINES series with the highest peaks, and one line for the sum of the rest.
 
@@ -198,7 +202,7 @@ def _top_lines(
     columns = {}
     peaks = {}
     for name, rows in rows_by_name.items():
-        values = _column(kind, column, rows, numbers)
+        values = _column(kind, column, rows, row_numbers)
         columns[name] = values
         peaks[name] = max((value for value in values if value is not None), default=0.0)
 
@@ -228,20 +232,20 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def _differences(
     values: Sequence[float | None], subtracted: Sequence[float | None]
 ) -> list[float | None]:
-    """Subtract pair by pair, and return no less than 0; None where either value is unknown."""
+    """Return each value minus its partner in `subtracted`, but at least 0; None where either is unknown."""
     differences: list[float | None] = []
-    for value, less in zip(values, subtracted, strict=True):
-        if value is None or less is None:
+    for value, partner in zip(values, subtracted, strict=True):
+        if value is None or partner is None:
             differences.append(None)
         else:
-            differences.append(max(0.0, value - less))
+            differences.append(max(0.0, value - partner))
     return differences
 
 
 def _quotients(
     values: Sequence[float | None], counts: Sequence[float | None]
 ) -> list[float | None]:
-    """Divide pair by pair; None where the value is unknown, or the count is unknown or 0."""
+    """Divide each value by its count. A quotient is None if the value is unknown, or the count is unknown or 0."""
     quotients: list[float | None] = []
     for value, count in zip(values, counts, strict=True):
         if value is None or not count:

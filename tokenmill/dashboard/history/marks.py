@@ -77,7 +77,7 @@ def write_marks(connection: Redis, samples: Sequence[WorkerSample], now: float) 
 
 
 def _end_marks(connection: Redis, names: Sequence[str], now: float) -> list[Mark]:
-    """Return a mark that a worker left or died for each of these workers, which have gone."""
+    """Return a mark for each of these gone workers: LEFT if the worker reported its end, DIED if it did not."""
     stopped_names = set()
     for worker in read_workers(connection, names):
         if worker.sample is not None and worker.sample.state == STOPPED:
@@ -91,7 +91,9 @@ def last_end(connection: Redis, name: str, now: float) -> Mark | None:
     name: of a worker that is not registered any more.
     """
     # A dashboard writes the mark some seconds after the end. Until then, the worker's last sample shows it.
-    for worker in read_workers(connection, [name] if is_unicode(name) else []):
+    # A name from a page's address may hold characters that cannot be encoded for Redis.
+    names = [name] if is_unicode(name) else []
+    for worker in read_workers(connection, names):
         if worker.sample is not None and worker.sample.state == STOPPED:
             return Mark(now - worker.sample.silent_s, safe_name(name), LEFT)
 

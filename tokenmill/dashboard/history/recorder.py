@@ -114,10 +114,12 @@ class Recorder:
                 self._next_rows[ring] = _first_complete(ring, now)
 
         rows_by_kind = self._current_rows(look, samples, now)
-        number = int(now // _WIDTH_S)
-        self._write({kind: {number: rows} for kind, rows in rows_by_kind.items()}, now)
+        row_number = int(now // _WIDTH_S)
+        new_rows = {kind: {row_number: rows} for kind, rows in rows_by_kind.items()}
+        self._write(new_rows, now)
         write_marks(self._connection, samples, now)
 
+        # Join the wider rows whose time has ended since the last call.
         for ring, first in self._next_rows.items():
             last = int(now // RINGS[ring].width_s) - 1
             if first <= last:
@@ -278,7 +280,7 @@ def _numbers_between(older_at: float, newer_at: float, since: float, now: float)
 
 
 def _first_complete(ring: int, now: float) -> int:
-    """Return the number of the earliest row of a ring for which the ring before it still has all rows."""
+    """Return the number of a ring's first row that can be joined: the next finer ring still has all rows for it."""
     finer = RINGS[ring - 1]
     width_s = RINGS[ring].width_s
     return int((now - finer.num_rows * finer.width_s) // width_s) + 1

@@ -6,8 +6,8 @@ week. A row's number is its time divided by its width. Its index in the ring is 
 a new row overwrites the oldest one. Each row begins with its number, so that a reader can tell a row of this round from
 a row of an earlier round.
 
-Other programs may use the same Redis user as the dashboard, and may have written anything to these keys. It is read as
-rows all the same: the charts are wrong then, and nothing else is.
+Other programs may use the same Redis user as the dashboard, and may have written anything to these keys. The dashboard
+reads such bytes as rows too. Then the charts are wrong, but nothing else is.
 """
 
 import math
@@ -57,9 +57,9 @@ class Kind:
     """A kind of series.
 
     columns: the names of a row's values.
-    most: the most series of this kind that are kept. With the numbers below, all series take at most 5.2 MB.
-    peaks: the columns that keep their highest value when rows are joined to a wider row. All other columns keep their
-    mean.
+    most: the most series of this kind that are kept. All series of KINDS together take at most 5.2 MB.
+    peaks: the columns whose highest value is kept when rows are joined into a wider row. The mean of every other column
+    is kept.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Kind:
 _TOKENS = ("generated", "read", "cached")
 
 #: waiting: the number of waiting jobs. oldest_s: the age of the job at the head. ended: jobs that ended, per second.
-#: failed: how many of these did not finish successfully. waited_s, ran_s: how long these jobs have waited and run, all
-#: together.
+#: failed: how many of these did not finish successfully. waited_s, ran_s: the sum of the seconds that the ended jobs
+#: waited and ran.
 QUEUE = Kind(
     "queue",
     ("waiting", "oldest_s", "ended", "failed", "waited_s", "ran_s"),
@@ -114,7 +114,7 @@ KINDS = (QUEUE, WORKER, FLEET, RUN)
 
 
 class Rings:
-    """Reads and writes series."""
+    """Reads and writes series in Redis. A series has rows of values, each with a number that stands for its time."""
 
     def __init__(self, connection: Redis) -> None:
         self._connection = connection
@@ -130,8 +130,8 @@ class Rings:
     def admit(self, kind: Kind, names: Iterable[str], now: float) -> list[str]:
         """Make series for new names where there is room. Return the names that have a series now.
 
-        If the kind has all its series, a new series replaces one that has had no row for SILENT_S, the longest silent
-        first. If there is not room for all new names, those that come first get a series.
+        If the kind has its `most` series already, a new series replaces one that has had no row for SILENT_S. The
+        longest silent series are replaced first. If there is not room for all new names, the first ones get a series.
         """
         known = self.names(kind, 0)
         admitted = []
@@ -171,7 +171,7 @@ class Rings:
         self, kind: Kind, ring: int, names: Sequence[str], first: int, last: int
     ) -> dict[str, dict[int, Values]]:
         """Return the rows of some series whose numbers are from `first` to `last`, by name and number."""
-        # The rows before these have been overwritten.
+        # Earlier rows have been overwritten.
         first = max(first, last - RINGS[ring].num_rows + 1)
         spans = _spans(ring, first, last)
         size = kind.row.size
@@ -202,17 +202,19 @@ class Rings:
         """Add commands to a pipeline that write rows of a series. rows: values by the row's number."""
         for number, values in rows.items():
             index = _OFFSETS[ring] + number % RINGS[ring].num_rows
-            numbers = [math.nan if value is None else value for value in values]
-            row = kind.row.pack(number, *numbers)
+            floats = [math.nan if value is None else value for value in values]
+            row = kind.row.pack(number, *floats)
             pipe.setrange(kind.key(name), index * kind.row.size, row)
 
     def roll_up(self, kind: Kind, ring: int, first: int, last: int) -> None:
-        """Write the missing rows from `first` to `last` of a ring, each joined from the rows of the ring before it."""
+        """Write the missing rows from `first` to `last` of a ring. Each is joined from rows of the next finer ring."""
         width_s = RINGS[ring].width_s
         finer = ring - 1
         ratio = width_s // RINGS[finer].width_s
         names = list(self.names(kind, first * width_s))
-        finer_rows = self.read(kind, finer, names, first * ratio, (last + 1) * ratio - 1)
+        first_finer = first * ratio
+        last_finer = (last + 1) * ratio - 1
+        finer_rows = self.read(kind, finer, names, first_finer, last_finer)
         written_rows = self.read(kind, ring, names, first, last)
         with self._connection.pipeline(transaction=False) as pipe:
             for name in names:
@@ -220,10 +222,12 @@ class Rings:
                 for number in range(first, last + 1):
                     if number in written_rows[name]:
                         continue
-                    parts = range(number * ratio, (number + 1) * ratio)
-                    known = [finer_rows[name][part] for part in parts if part in finer_rows[name]]
-                    if known:
-                        rows[number] = _joined(kind, known)
+                    parts = []
+                    for finer_number in range(number * ratio, (number + 1) * ratio):
+                        if finer_number in finer_rows[name]:
+                            parts.append(finer_rows[name][finer_number])
+                    if parts:
+                        rows[number] = _joined(kind, parts)
                 self.write(pipe, kind, ring, name, rows)
                 if rows:
                     pipe.expire(kind.key(name), TTL_S)

@@ -25,8 +25,8 @@ MAX_RECENT = 16
 class QueueGrowth:
     """How fast a worker's counts of one queue grow, per second.
 
-    ended: jobs that ended. failed: how many of these did not finish successfully. waited_s, ran_s: how long the ended
-    jobs have waited and run, all together.
+    ended: jobs that ended. failed: how many of these did not finish successfully. waited_s, ran_s: the sum of the
+    seconds that the ended jobs waited and ran.
     """
 
     ended: float = 0.0
@@ -39,8 +39,8 @@ class QueueGrowth:
 class Growth:
     """How fast a worker's counts grow, per second.
 
-    tokens: generated tokens, tokens of prompts, and cached tokens. queues: by the name of each queue that the worker
-    serves.
+    tokens: generated tokens, tokens of prompts, and cached tokens. queues: the counts of each queue that the worker
+    serves, by the queue's name.
     """
 
     tokens: tuple[float, float, float]
@@ -96,7 +96,7 @@ class Rates:
         self._recent: dict[str, deque[Point]] = {}
 
     def knows(self, worker: str) -> bool:
-        """Whether a point of this worker is remembered."""
+        """Whether `add` has remembered a point of this worker."""
         return worker in self._recent
 
     def keep_only(self, workers: Iterable[str]) -> None:
@@ -117,6 +117,7 @@ class Rates:
         recent = self._recent.get(worker)
         if not recent or len(recent) < 2:
             return None
+        # From the earliest point of the last WINDOW_S. If there is none, from the point before the last one.
         *earlier, last = recent
         first = earlier[-1]
         for point in earlier:

@@ -35,8 +35,8 @@ class FailedJob:
     """A failed job of a queue.
 
     function: None if the payload cannot be read. ended_at: Unix seconds. error: the last line of the error.
-    is_stopped: whether a cancel stopped the job, which RQ counts as failed. producer: the producer that the job's meta
-    names; "" if it names none.
+    is_stopped: whether a cancel stopped the job. RQ counts such a job as failed.
+    producer: the producer that the job's meta names; "" if it names none.
     """
 
     job_id: str
@@ -80,6 +80,7 @@ class JobSeen:
 
 def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
     """Return at most `most` failed jobs of these queues, the newest first, without jobs that a cancel stopped."""
+    # Stopped jobs are skipped, so more jobs are read than are returned.
     num_read = most + MAX_STOPPED
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
@@ -109,6 +110,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
     with_arguments: whether to return the job's arguments and its meta.
     """
     key = rq_jobs.job_key(job_id)
+    dependents_key, _ = rq_jobs.relatives_keys(job_id)
     with connection.pipeline(transaction=False) as pipe:
         pipe.hmget(key, list(_TEXTS))
         pipe.hmget(key, list(_TIMES))
@@ -132,11 +134,12 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.hget(key, _field_to_read("meta", meta_bytes))
         pipe.hget(key, _field_to_read(PROGRESS_FIELD, progress_bytes))
         pipe.zscore(rq_jobs.QueueKeys(origin).failed, job_id)
-        pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
+        pipe.smembers(dependents_key)
         data, raw_meta, raw_progress, failed_score, dependents = pipe.execute()
     function, arguments = called(data)
     meta = stored.json_object(raw_meta)
     error = _error(results)
+    # The page itself says that a job was cancelled, so the line that tells it to programs is left out.
     shown_error = error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:]
     return JobSeen(
         job_id=job_id,
@@ -199,7 +202,7 @@ def _grouped(replies: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def _field_to_read(field: str, num_bytes: int) -> str:
-    """Return the name of a field of a job's hash; "", which no hash has, if its value is too long to be read."""
+    """Return a field's name if its value is short enough to be read; otherwise "", which is no job's field."""
     return field if num_bytes <= MAX_PAYLOAD_BYTES else ""
 
 

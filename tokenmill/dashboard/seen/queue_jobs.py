@@ -23,7 +23,10 @@ _TIMES = {
 
 @dataclass(frozen=True)
 class ListedJob:
-    """A job of a list. function: None if the payload cannot be read. at: the time of _TIMES in Unix seconds."""
+    """A job of a list. function: None if the payload cannot be read.
+
+    at: the time that the list shows (see _TIMES), in Unix seconds.
+    """
 
     job_id: str
     function: str | None
@@ -64,10 +67,14 @@ def list_jobs(connection: Redis, queue: str, place: str, first: int, most: int) 
 def _read(
     connection: Redis, job_ids: list[str], time_field: str, scores: dict[str, float]
 ) -> list[ListedJob]:
-    """Return these jobs. time_field: see _TIMES. scores: the times of scheduled jobs by id."""
+    """Return these jobs. time_field: see _TIMES; if it is "", a job's time is its score.
+
+    scores: the times of scheduled jobs by id.
+    """
     keys = [rq_jobs.job_key(job_id) for job_id in job_ids]
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
+            # The time of a scheduled job is its score. Its created_at is read too, so that all replies have one form.
             pipe.hmget(key, time_field or "created_at", "worker_name")
             pipe.hstrlen(key, "data")
         # A key may hold a value of another type, which a producer has written.
@@ -76,6 +83,7 @@ def _read(
         sizes = replies[1::2]
         for key, num_bytes in zip(keys, sizes, strict=True):
             is_short = isinstance(num_bytes, int) and num_bytes <= MAX_PAYLOAD_BYTES
+            # No job has the field "". Reading it keeps the payloads aligned with the jobs.
             pipe.hget(key, "data" if is_short else "")
         payloads = pipe.execute(raise_on_error=False)
 

@@ -103,7 +103,7 @@ _FLAGS = ("calibrate", "continue_on_length", "only_new", "inline_pictures", "reu
 def submit_command(arguments: Mapping[str, Any], queue: str, *, with_prompts: bool) -> str:
     """Return the command that submits a run with these arguments.
 
-    Return "" if an argument is not known here, or if one of PROMPTS is among them and prompts may not be shown.
+    Return "" if an argument is not known here, or if an argument is one of PROMPTS and prompts may not be shown.
     """
     words = ["tokenmill", "submit"]
     for name, value in arguments.items():

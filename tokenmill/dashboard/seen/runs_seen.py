@@ -1,4 +1,4 @@
-"""Lists runs once for all open pages, and as seldom as possible."""
+"""Lists runs for the pages. All open pages share one list, which is read again only when it is too old."""
 
 import threading
 import time
@@ -34,5 +34,6 @@ class RunsSeen:
             if began_at >= self._expires_at:
                 self._runs = list_runs(self._connection, MAX_RUNS)
                 now = self._clock()
-                self._expires_at = now + max(LOOK_S, (now - began_at) / LOOK_SHARE)
+                read_s = now - began_at
+                self._expires_at = now + max(LOOK_S, read_s / LOOK_SHARE)
             return self._runs

@@ -36,16 +36,16 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     if not readers:
         raise UnknownRun(run)
     [reader] = readers
-    numbers = range(first, min(first + count, reader.shards or 0))
-    parts = RunState(connection, run).parts_of(numbers)
+    shard_numbers = range(first, min(first + count, reader.shards or 0))
+    parts = RunState(connection, run).parts_of(shard_numbers)
     reader.add_queues({name: read_queue(connection, name, MAX_ENTRIES) for name in reader.queues})
-    first_jobs = read_progress(connection, [shard_job_id(run, shard) for shard in numbers])
+    first_jobs = read_progress(connection, [shard_job_id(run, shard) for shard in shard_numbers])
     second_jobs = read_progress(
-        connection, [shard_job_id(run, shard, is_second=True) for shard in numbers]
+        connection, [shard_job_id(run, shard, is_second=True) for shard in shard_numbers]
     )
 
     shards = []
-    for shard, first_job, second_job in zip(numbers, first_jobs, second_jobs, strict=True):
+    for shard, first_job, second_job in zip(shard_numbers, first_jobs, second_jobs, strict=True):
         # In a cascade, the job for the second model comes after the job for the first one.
         is_second = second_job.has_job
         progress = second_job if is_second else first_job
@@ -79,7 +79,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
 
 
 def _idle_state(reader: RunReader, shard: int, *, has_job: bool) -> str:
-    """Return the state of a shard that has no part and does not run. has_job: whether Redis has a job of the shard."""
+    """Return the state of a shard that has no output yet and does not run. has_job: whether Redis has a job of it."""
     is_cancelled = "cancelled" in reader.facts and not reader.is_finished
     if is_cancelled:
         return "left"

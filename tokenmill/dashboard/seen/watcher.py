@@ -1,4 +1,4 @@
-"""Reads the state of queues, workers and runs once for all open pages, and as seldom as possible."""
+"""Reads the state of queues, workers and runs. All open pages share one reading, until it is too old."""
 
 import threading
 import time
@@ -59,7 +59,7 @@ class Look:
     """The state of queues, workers and runs at one moment.
 
     at: Unix seconds. queues, workers, runs: at most MAX_QUEUES, MAX_WORKERS and MAX_RUNS of them.
-    num_queues, num_workers: how many there are.
+    num_queues, num_workers: how many there are in Redis.
     """
 
     at: float
@@ -92,12 +92,16 @@ class _Cached(Generic[T]):
         if self._value is None or began_at >= self._expires_at:
             self._value = self._read()
             now = time.monotonic()
-            self._expires_at = now + max(LOOK_S, (now - began_at) / LOOK_SHARE)
+            read_s = now - began_at
+            self._expires_at = now + max(LOOK_S, read_s / LOOK_SHARE)
         return self._value
 
 
 class Watcher:
-    """Reads Redis in the calling thread. Safe to call from many threads. clock: Unix seconds."""
+    """Reads the state of queues, workers and runs, in the calling thread. Safe to call from many threads.
+
+    clock: Unix seconds.
+    """
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self.connection = connection
@@ -108,12 +112,18 @@ class Watcher:
         self._cached_failed = _Cached(self._read_failed)
 
     def look(self) -> Look:
-        """Return the state of queues, workers and runs, as it was lately (see LOOK_S). Raises RedisError."""
+        """Return the state of queues, workers and runs. Read it again if it is too old (see LOOK_S).
+
+        Raises RedisError.
+        """
         with self._lock:
             return self._cached_look.get()
 
     def newest_failed(self) -> Sequence[FailedJob]:
-        """Return the newest failed jobs of all queues, as they were lately (see LOOK_S). Raises RedisError."""
+        """Return the newest failed jobs of all queues. Read them again if they are too old (see LOOK_S).
+
+        Raises RedisError.
+        """
         with self._lock:
             return self._cached_failed.get()
 
@@ -133,7 +143,7 @@ class Watcher:
         names = all_workers[:MAX_WORKERS]
         workers = read_workers(self.connection, names)
         self._remember([worker.sample for worker in workers if worker.sample is not None])
-        # A run may wait for workers that are not looked at here.
+        # A run may wait for any worker. If some were not read here, list_runs gets None and reads all of them.
         workers_of_runs = workers if len(names) == len(all_workers) else None
         return Look(
             at=now,

@@ -32,7 +32,7 @@ def job(site: Site, request: Request) -> dict[str, Any]:
 
 
 def _run_of(job_id: str) -> str | None:
-    """Return the id of the run whose planning job or shard a job is; None for any other job."""
+    """Return the id of the run to which a job belongs, as its planning job or a shard; None for any other job."""
     run, _, suffix = job_id.partition("-")
     is_of_run = is_run_id(run) and (suffix == "plan" or suffix[:1].isdigit())
     return run if is_of_run else None

@@ -26,7 +26,7 @@ def time_left(run: RunSnapshot) -> str:
 
 
 def running_first(runs: Iterable[RunSnapshot]) -> list[RunSnapshot]:
-    """Return the active runs, and then all others, each in the given order."""
+    """Return the active runs first, then all other runs. Each group keeps the given order."""
     return sorted(runs, key=lambda run: not run.is_active)
 
 
@@ -70,7 +70,7 @@ def run(site: Site, request: Request) -> dict[str, Any]:
     connection = site.connection
     name = request.path_params["run"]
     if not is_run_id(name):
-        raise Missing("A run's id has another form.")
+        raise Missing("This is not the id of a run.")
     try:
         snapshot = read_planned(connection, name)
         num_shards = snapshot.shards or 0
@@ -80,7 +80,7 @@ def run(site: Site, request: Request) -> dict[str, Any]:
             shards = list_shards(connection, snapshot.run, page.first, PAGE_SHARDS)
         waits = obstacles(connection, snapshot)
     except UnknownRun:
-        raise Missing("Redis does not know this run, or no longer.") from None
+        raise Missing("Redis does not know this run. It may have expired.") from None
     return {
         "run": snapshot,
         "asked": read_arguments(connection, snapshot, with_prompts=site.show_prompts),

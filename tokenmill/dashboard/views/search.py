@@ -29,6 +29,7 @@ def search(site: Site, request: Request) -> dict[str, Any]:
         found = search_redis(site.connection, text, look)
         if found.job is not None:
             raise Moved(f"/jobs/{quote(found.job)}")
-        if [run for run, _ in found.runs] == [text]:
+        found_ids = [run_id for run_id, _ in found.runs]
+        if found_ids == [text]:
             raise Moved(f"/runs/{text}")
     return {"text": text, "found": found, "groups": groups, "is_whole": site.failures.is_whole}

@@ -68,10 +68,10 @@ class Page:
     def requested(
         cls, request: Request, parameter: str, num_rows: int, page_rows: int = PAGE_ROWS
     ) -> "Page":
-        """Return the page whose number a parameter of the request has.
+        """Return the page that a request asks for. parameter: the parameter of the request with the page's number.
 
-        A number beyond the last page stands for the last page, and a text that is no number for the first one.
-        num_rows: the rows of the whole table.
+        A number beyond the last page stands for the last page. A text that is not a number stands for the first page.
+        num_rows: how many rows the whole table has.
         """
         count = max(1, math.ceil(num_rows / page_rows))
         number = 1

@@ -16,7 +16,10 @@ from tokenmill.server.errors import ApiError
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path whose calls are answered by jobs. function: the job's. needed: the arguments that a body must have."""
+    """A path whose calls are answered by jobs. function: the name of the function that these jobs call.
+
+    needed: the arguments that a body must have.
+    """
 
     function: str
     needed: tuple[str, ...]
@@ -60,7 +63,10 @@ class Call:
 
 
 def call_of(path: str, body: Any) -> Call:
-    """Return the call that a body makes. Raises ApiError for a body that no worker can answer. path: of ENDPOINTS."""
+    """Return the call that a body makes. Raises ApiError for a body that no worker can answer.
+
+    path: one of ENDPOINTS.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object")
     endpoint = ENDPOINTS[path]
@@ -80,6 +86,7 @@ def call_of(path: str, body: Any) -> Call:
     arguments.pop("stream_options", None)
     _refuse_paths([arguments.get("messages"), arguments.get("prompt")])
     try:
+        # A worker would refuse the same arguments with the same errors, but only after the job has waited.
         refuse_template(arguments)
         task_of(endpoint.function, (), arguments)
     except InvalidJob as error:
@@ -126,13 +133,14 @@ def _stream_options(path: str, body: Mapping[str, Any]) -> _StreamOptions:
         raise ApiError(400, f"{path} does not stream: leave stream out", param="stream")
     if options is None:
         options = {}
+    # include_obfuscation is accepted, because clients of OpenAI may send it. It changes nothing here.
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise ApiError(400, "stream_options has include_usage alone", param="stream_options")
+        raise ApiError(400, "stream_options may have only include_usage", param="stream_options")
     return _StreamOptions(is_streamed=True, with_usage=bool(options.get("include_usage")))
 
 
 def _has_growing_text(arguments: Mapping[str, Any]) -> bool:
-    """Whether there is one prompt, which is run exactly once."""
+    """Whether the answer's text can be sent while it grows: if there is one prompt, which is run exactly once."""
     if any(arguments.get(name) for name in _NOT_GROWING):
         return False
     prompt = arguments.get("prompt")
@@ -154,7 +162,11 @@ def _refuse_paths(value: object) -> None:
             values += part
         elif isinstance(part, dict):
             values += [part[name] for name in ("content", "image", "image_url") if name in part]
-            url = part.get("url", part.get("image_url", part.get("image")))
+            url = None
+            for name in ("url", "image_url", "image"):
+                if name in part:
+                    url = part[name]
+                    break
             if isinstance(url, str) and url[:5].lower() != "data:":
                 raise ApiError(
                     400,

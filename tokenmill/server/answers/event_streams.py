@@ -1,4 +1,4 @@
-"""Streams of chats and completions as server-sent events: first the growing text, then what the end brings.
+"""Streams chats and completions as server-sent events: first the text as it grows, then what is known at the end.
 
 Source: OpenAI's API reference, "Streaming" of chats and completions.
 """
@@ -25,7 +25,7 @@ class EventStream:
     call: Call
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
-    #: The choices of a chat whose first event was made.
+    #: The numbers of the choices whose first event was made. Only the choices of a chat have such an event.
     _begun: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -166,7 +166,7 @@ class JobsAsked:
             else:
                 await self._writes.send(partial(self._enqueue, made, call, is_followed))
             call.let_arguments_go()
-            # Not earlier, because an awaited job that is not in Redis is taken for deleted.
+            # The job is awaited only from here on, because an awaited job that is not in Redis is taken for deleted.
             self._awaited.setdefault(made.id, []).append(awaited)
             self._ensure_reading()
             yield awaited
@@ -236,7 +236,7 @@ class JobsAsked:
             self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        """Read results until none is awaited. Look for lost jobs every LOOK_S."""
+        """Read results until no job is awaited. Look for lost jobs every LOOK_S."""
         loop = asyncio.get_running_loop()
         looked_at = loop.time()
         while self._is_any_open():
@@ -247,7 +247,7 @@ class JobsAsked:
                     looked_at = now
                     await self._look_for_lost()
             except RedisError:
-                # Redis is away. Its results can be read once it is back.
+                # Redis cannot be reached. The results can be read once it answers again.
                 await asyncio.sleep(LOOK_S)
 
     def _is_any_open(self) -> bool:
@@ -263,7 +263,7 @@ class JobsAsked:
         for job_id, requests in self._awaited.items():
             open_requests = [awaited for awaited in requests if not awaited.ended.done()]
             if not open_requests:
-                # Its pieces were read before its result, or are part of the result.
+                # The job's result has been read. It comes after all pieces, so nothing is left to read.
                 continue
             last_ids = [awaited.last_id for awaited in open_requests if awaited.is_followed]
             if last_ids:
@@ -272,7 +272,8 @@ class JobsAsked:
                 job_ids_by_text_key[key.encode()] = job_id
             positions[rq_jobs.results_key(job_id)] = b"0"
 
-        await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
+        pause_s = len(positions) * PAUSE_S_OF_KEY
+        await asyncio.sleep(min(pause_s, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
         except ResponseError:
@@ -293,7 +294,7 @@ class JobsAsked:
     def _take_pieces(
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
-        """Give the pieces of a job's text to the requests that follow it. entries: of the job's stream."""
+        """Give the pieces of a job's text to the requests that follow it. entries: new entries of the job's stream."""
         followers = [awaited for awaited in self._awaited.get(job_id, ()) if awaited.is_followed]
         for entry_id, fields in entries:
             try:
@@ -315,7 +316,7 @@ class JobsAsked:
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
         """Fail the jobs that have a key with a value of a wrong type. Return whether there were any.
 
-        Other programs may have written such a value. It makes the one read for all jobs fail.
+        Other programs may have written such a value. One of them makes the read for all jobs fail.
         """
         pipe = self._reader.pipeline(transaction=False)
         for key in keys:

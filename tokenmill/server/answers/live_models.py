@@ -30,7 +30,7 @@ class LiveModels:
         self._reading = asyncio.Lock()
 
     async def samples(self) -> list[WorkerSample]:
-        """Return the samples of the queue's living workers, those that still load included. Raises RedisError."""
+        """Return the samples of the queue's living workers, including workers that still load. Raises RedisError."""
         # Requests that come at the same time wait here, and share one reading.
         async with self._reading:
             now = self._clock()
@@ -64,7 +64,7 @@ class LiveModels:
         served = ", ".join(_listed_models(serving))
         raise ApiError(
             404,
-            f"the model {model!r} is not served, but {served}: name one of these",
+            f"the model {model!r} is not served; the served models are {served}: name one of these",
             code="model_not_found",
             param="model",
         )
@@ -81,7 +81,7 @@ def _listed_models(samples: Sequence[WorkerSample]) -> list[str]:
 
 
 def living_workers(connection: Redis, queue: str) -> list[WorkerSample]:
-    """Return the samples of a queue's living workers, those that still load included. Raises RedisError."""
+    """Return the samples of a queue's living workers, including workers that still load. Raises RedisError."""
     samples = []
     for worker in read_workers(connection):
         sample = worker.sample

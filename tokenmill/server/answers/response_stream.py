@@ -27,15 +27,16 @@ class ResponseStream:
     created: int = field(default_factory=lambda: int(time.time()))
     #: The number of the next event.
     _sequence: int = 0
-    #: The items that are complete, and the item whose text grows.
+    #: The items that are complete.
     _output: list[dict[str, Any]] = field(default_factory=list)
+    #: The item whose text still grows.
     _open: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._sent = SentTexts(self.job_id)
 
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the OpenAI object of a response. answer: the chat's."""
+        """Return the OpenAI object of a response. answer: the value of the chat's job."""
         return response_object(answer, self.body, self.job_id, self.created)
 
     async def events(self, answer: AsyncIterator[TextPiece | bytes]) -> AsyncIterator[bytes]:

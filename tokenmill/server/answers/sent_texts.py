@@ -14,7 +14,7 @@ class SentTexts:
     """The texts of one answer that were sent so far. job_id: for the log."""
 
     job_id: str
-    #: By sample and part.
+    #: The texts by sample and part.
     _texts: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def take(self, piece: TextPiece) -> str:
@@ -39,7 +39,9 @@ class SentTexts:
         """
         sent = self._texts.get((sample, part), "")
         if not whole.startswith(sent):
-            logger.error("%s: the %s that was sent is not the answer's", self.job_id, part)
+            logger.error(
+                "%s: the %s of the answer does not begin with what was sent", self.job_id, part
+            )
             raise ApiError(500, "the answer differs from the text that was sent: ask again")
         self._texts[sample, part] = whole
         return whole.removeprefix(sent)

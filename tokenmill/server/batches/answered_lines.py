@@ -1,4 +1,4 @@
-"""Writes the output files of a cancelled batch: the lines that were answered before, in the order of the input."""
+"""Writes the output files of a cancelled batch: the lines that were answered before the cancel, in input order."""
 
 from typing import TYPE_CHECKING
 

@@ -89,8 +89,8 @@ class _BatchRequest:
 class BatchState:
     """The state of a batch.
 
-    status: OpenAI's word. total, done, failed: numbers of lines; failed lines are done too. reason: why the batch
-    failed. began_at, ended_at: Unix seconds. usage: the tokens of all finished lines.
+    status: OpenAI's word. total, done, failed: numbers of lines; `done` counts the failed lines too. reason: why the
+    batch failed. began_at, ended_at: Unix seconds. usage: the tokens of all finished lines.
     """
 
     status: str
@@ -148,9 +148,9 @@ class Batches:
     ) -> dict[str, Any]:
         """Make a batch of an uploaded file, and return its OpenAI object.
 
-        body: the request's. max_open: the most open batches that the project may have. batch_id: an id from `new_id`;
-        a batch that has this id already is returned as it is. admit: a function that is called with a new batch's id,
-        lines and endpoint, and may raise ApiError. Raises ApiError, RedisError, OSError and StoreError.
+        body: the body of the request. max_open: the most open batches that the project may have. batch_id: an id from
+        `new_id`; a batch that has this id already is returned as it is. admit: a function that is called with a new
+        batch's id, lines and endpoint, and may raise ApiError. Raises ApiError, RedisError, OSError and StoreError.
         """
         if batch_id is None:
             batch_id = self.new_id()
@@ -224,7 +224,7 @@ class Batches:
         run = submit_run(
             self._connection,
             self._queue,
-            max_errors="100%",
+            max_errors="100%",  # a batch completes even if all its lines fail
             deadline=batch.expires_at,
             reuse=list(batch.reused) or None,
             **self._run_arguments(project, batch),
@@ -300,7 +300,7 @@ class Batches:
         return outputs
 
     def _run_arguments(self, project: str, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of a batch's run from which the run's id is computed."""
+        """Return the arguments that determine the id of a batch's run."""
         return {
             "input": [batch.input_path],
             "output": self._folder.path(f"{_folder_name(project, batch.id)}/run"),
@@ -316,7 +316,7 @@ class Batches:
         return Run(run_id, self._connection, arguments["output"])
 
     def _state_in_folder(self, project: str, batch: Batch) -> BatchState | None:
-        """Return the state of a batch by the output of its run; None if the run has not ended."""
+        """Return the state of a batch that the output of its run shows; None if the run has not ended."""
         output = f"{_folder_name(project, batch.id)}/run"
         if self._folder.stat(f"{output}/{SUCCESS}") is None:
             return None
@@ -342,7 +342,7 @@ class Batches:
         return state
 
     def _run_state(self, project: str, batch: Batch) -> BatchState:
-        """Return the state of a batch by its run. Submit the run if Redis does not know it and it has not ended."""
+        """Return the state of a batch, from its run. Submit the run if Redis does not know it and it has not ended."""
         run = self._run(project, batch)
         try:
             state = BatchState.from_snapshot(run.status())
@@ -370,7 +370,7 @@ class Batches:
     def _answered_files(self, project: str, batch: Batch) -> set[str]:
         """Write the files of a cancelled batch, and return their names.
 
-        Log a failure, and return no names: it must not spoil a list of batches.
+        If writing fails, log the error and return no names, because one batch must not spoil a list of batches.
         """
         try:
             return write_answered_lines(self._folder, _folder_name(project, batch.id))
@@ -456,7 +456,10 @@ def _checked_request(body: Any) -> _BatchRequest:
 
 
 def _refuse_compressed(lines: IO[bytes]) -> None:
-    """Raise ApiError if the input file is compressed. Workers would unpack it."""
+    """Raise ApiError if the input file is compressed.
+
+    Workers would unpack the file. But the server counts the file's bytes as text, to bound the tokens of a project.
+    """
     beginning = lines.read(4)
     lines.seek(0)
     if beginning.startswith(_COMPRESSED):

@@ -182,7 +182,7 @@ def _cursor(request: Request, kind: str) -> tuple[str | None, int]:
 def _life_s(fields: dict[str, str]) -> int | None:
     """Return the seconds after which an upload expires; None if it does not expire. Raises ApiError.
 
-    fields: of the upload.
+    fields: the form fields of the upload.
     """
     anchor = fields.get("expires_after[anchor]")
     text = fields.get("expires_after[seconds]")

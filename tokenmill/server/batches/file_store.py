@@ -194,7 +194,10 @@ def _output_names(project: str, file_id: str) -> list[str]:
 
 
 def check_id(text: str, kind: str) -> None:
-    """Raise ApiError for a text, such as a path, that is no id of a kind. kind: "file" or "batch"."""
+    """Raise ApiError if a client's text has not the form of an id. It may be a path, for example.
+
+    kind: "file" or "batch".
+    """
     if _ID.fullmatch(text) is None or not text.startswith(kind):
         raise missing(kind, text)
 
@@ -220,12 +223,15 @@ def page_of(
 ) -> tuple[Sequence[Entry], bool]:
     """Return at most `limit` entries, and whether there are more behind them.
 
-    after: the id of the entry before the first returned one; None to begin with the first entry of all.
+    after: the id of the entry before the first returned one; None to begin with the first entry of all. If no entry has
+    this id, nothing is returned.
     """
     start = 0
     if after is not None:
         ids = [entry.id for entry in entries]
-        start = ids.index(after) + 1 if after in ids else len(ids)
+        start = len(ids)
+        if after in ids:
+            start = ids.index(after) + 1
     end = start + limit
     return entries[start:end], end < len(entries)
 

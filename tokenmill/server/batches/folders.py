@@ -40,7 +40,7 @@ class Folder(Protocol):
         """Return the names in a subfolder, sorted; [] if it does not exist."""
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading, with seeks. Raises FileNotFoundError."""
+        """Open a file for reading from any position. Raises FileNotFoundError."""
 
     def create(self, name: str) -> Draft:
         """Begin to write a file."""
@@ -75,7 +75,7 @@ class LocalFolder:
             return []
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading, with seeks. Raises FileNotFoundError."""
+        """Open a file for reading from any position. Raises FileNotFoundError."""
         return (self._folder / name).open("rb")
 
     def create(self, name: str) -> Draft:

@@ -16,7 +16,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 class SentFile(StreamingResponse):
     """A response with a file's bytes.
 
-    If the file is deleted while it is sent, it is sent whole, or the connection is cut.
+    If the file is deleted during the response, the client gets the whole file, or its connection is cut.
     """
 
     def __init__(self, source: IO[bytes], size: int, wanted: str | None) -> None:
@@ -31,6 +31,7 @@ class SentFile(StreamingResponse):
         start = 0
         end = size
         match = None if wanted is None else _RANGE.fullmatch(wanted)
+        # A range with neither a first nor a last byte is no range, and is ignored.
         if match is not None and match.group() != "bytes=-":
             start, end = _bounds(match[1], match[2], size)
             if start < end:
@@ -66,7 +67,8 @@ class SentFile(StreamingResponse):
 def _bounds(first: str, last: str, size: int) -> tuple[int, int]:
     """Return the first byte of a requested range, and the byte after its last one. first, last: from the header.
 
-    Without `first`, the range is the last `last` bytes of the file. Without `last`, it reaches to the file's end.
+    If `first` is "", the range is the end of the file, and `last` is its length. If `last` is "", the range goes on to
+    the end of the file.
     """
     if not first:
         return max(0, size - int(last)), size

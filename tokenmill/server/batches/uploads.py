@@ -186,6 +186,7 @@ class Upload:
 def _parameter(header: str, name: str | None) -> str:
     """Return a header's parameter, or its main value if `name` is None; "" if it is missing or cannot be decoded."""
     message = Message()
+    # Message reads the parameters of this header. Those of other headers have the same form.
     message["content-type"] = header
     try:
         if name is None:
