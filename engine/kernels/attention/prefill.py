@@ -80,13 +80,12 @@ def prefill_kernel(
     first_token = context_len - num_queries + tile_start
     last_seen = context_len - num_queries + query
     end = tl.minimum(first_token + QUERY_TILE, context_len)
-    begin = (
-        0  # tiles count from the first token that any query sees, so that none before it is read
-    )
+    # tiles count from the first token that any query sees, so that no token before it is read
+    begin = 0
     begin_of_unmasked = 0
     first_seens = None
     if WINDOW is not None or CHUNK is not None:
-        # rows past the last query see what it sees: not nothing
+        # rows past the last query see what that query sees, because a row has to see some token
         first_seens = first_seen(tl.minimum(last_seen, context_len - 1), WINDOW, CHUNK)
         begin = first_seen(first_token, WINDOW, CHUNK)
         begin_of_unmasked = begin + tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE) * TILE
@@ -96,7 +95,7 @@ def prefill_kernel(
     values_ptr += kv_head * HEAD_DIM
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
-        if DIM_PAD <= 128:  # wider heads spill then on Hopper
+        if DIM_PAD <= 128:  # with wider heads this spills registers on Hopper
             queries, log2_scale = narrow_queries(queries, log2_scale)
     tables_ptr += seq * table_stride
 
@@ -135,7 +134,7 @@ def prefill_kernel(
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """How a program works. tile: the tokens of keys and values that it reads at once."""
+    """The size of a program. tile: how many tokens' keys and values it reads at once."""
 
     tile: int
     num_warps: int
