@@ -144,7 +144,7 @@ class FlashAttnBackend(TritonBackend):
         options = {
             "softmax_scale": features.scale,
             "causal": True,
-            # how many tokens before and after its own a query sees, -1 for all before
+            # how many tokens before and after its own a query sees; -1: no limit
             "window_size": (-1, -1) if features.window is None else (features.window - 1, 0),
             "softcap": features.soft_cap or 0.0,
             "alibi_slopes": slopes,

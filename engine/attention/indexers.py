@@ -1,7 +1,7 @@
 """Modules of a model that choose the tokens to attend to, by a key that they keep of each token.
 
-Each module is called once for each sequence of a batch, with the index keys of the whole sequence. It names tokens by
-their places in the sequence.
+Each module is called for one sequence of a batch at a time, with the index keys of the whole sequence. It names tokens
+by their places in the sequence.
 """
 
 from collections.abc import Callable, Iterable

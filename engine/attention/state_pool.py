@@ -155,6 +155,7 @@ class StateTable:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         rows = np.arange(num_rows)
         none = np.full(num_rows, -1)
+        # the fields of StatePart: start, end, source, target, saved
         self._padding: NDArray[np.int64] = np.stack((rows, rows + 1, none, none, none), axis=1)
         self._table = torch.from_numpy(self._padding).to(device, copy=True)
 

@@ -153,7 +153,7 @@ def fold_tiles(
 
 
 def base2_cap(soft_cap: float | None) -> float | None:
-    """Convert a layer's soft cap to the kernels' SOFT_CAP."""
+    """Convert a layer's soft cap to the kernels' SOFT_CAP, which is in base 2."""
     return None if soft_cap is None else soft_cap * LOG2_E.value
 
 

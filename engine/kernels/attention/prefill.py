@@ -1,4 +1,4 @@
-"""Causal attention in Triton of prompts, or of a prompt's next chunk, to all before it in the paged cache.
+"""Causal attention of prompts, or of a prompt's next chunk, to themselves and all tokens before in the paged cache.
 
 Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """
@@ -153,7 +153,7 @@ def prefill_shape(dim_pad: int, itemsize: int, gpu: GpuKind) -> PrefillShape:
         num_stages = 1 if is_small and dim_pad > 128 else 2
         return PrefillShape(tile, num_warps=16, num_stages=num_stages, max_registers=128)
 
-    # The accumulator, 64 * head_dim float32, takes 64 registers of each of 128 threads at 128.
+    # The accumulator has 64 * head_dim numbers in float32. With heads of 128, each of 128 threads has 64 of them.
     num_warps = 8 if dim_pad > 128 or (dim_pad == 128 and gpu.has_tensor_memory) else 4
     if is_small and not INTERPRETED:
         tile = max(tile // 2, DOT_MIN)
