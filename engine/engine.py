@@ -72,7 +72,8 @@ UNCUT = SamplingParams()
 class _Unfinished:
     """A request that is in the engine.
 
-    seqs: those that have given no completion yet. growing_texts: of samples whose texts are read as they grow.
+    seqs: the request's sequences that have given no completion yet.
+    growing_texts: by sample index, the texts that are read while they grow.
     """
 
     kind: RequestKind[Any]
@@ -115,11 +116,12 @@ class Engine:
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
-        with self._sequences.grammars.begun(self.generates):  # beside the weights
+        # the grammars read a large vocabulary while the runner loads the weights
+        with self._sequences.grammars.begun(self.generates):
             self._live_runner: Runner | None = (start_runner or start_own_runner)(
                 config, model, folder
             )
-        self._looking: PictureQueue | None = None
+        self._picture_queue: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
         pool = self._live_runner.pool_size
@@ -155,7 +157,7 @@ class Engine:
         )
         self._partial_texts = PartialTexts(self._tokenizer, self._sequences.reasoner)
         self._unfinished: dict[str, _Unfinished] = {}
-        # finished sequences, while the log probabilities of their prompt are not all there
+        # finished sequences that still lack log probabilities of their prompt
         self._incomplete: list[Sequence] = []
         on_gpu = resolve_device(config.device).type == "cuda"
         self._stepper = Stepper(
@@ -183,16 +185,16 @@ class Engine:
         self._unfinished.clear()
 
     def _read_pictures(self, reader: PictureReader) -> None:
-        """Let requests have pictures, if the model then computes what transformers' own code does."""
+        """Let requests have pictures, if the model computes the same with them as transformers' own code."""
         assert isinstance(self._live_runner, ModelRunner)
         reader.learn_frame(self._tokenizer)
         try:
-            self._looking = PictureQueue(self._live_runner.read_pictures(reader))
-            logger.info("it reads pictures, each in the place of %r", reader.mark)
+            self._picture_queue = PictureQueue(self._live_runner.read_pictures(reader))
+            logger.info("the model reads pictures, each in the place of %r", reader.mark)
         except UnsupportedModel as error:
             self._reader = None
             logger.warning(
-                "it is served for text alone: %s; model_path='native' may be faster", error
+                "the model is served for text alone: %s; model_path='native' may be faster", error
             )
 
     @property
@@ -238,9 +240,9 @@ class Engine:
         return bool(self._unfinished)
 
     def prepare(self, prompt: Prompt, params: RequestParams = UNCUT) -> PreparedPrompt:
-        """Tokenize and check a prompt: the part of `add` that takes longer for a longer prompt. For any thread.
+        """Tokenize and check a prompt: the part of `add` that takes longer for a longer prompt.
 
-        params: those that `add` will get. Raises what `add` raises for the prompt.
+        Any thread may call this. params: those that `add` will get. Raises what `add` raises for the prompt.
         """
         kind = self._kinds[type(params)]
         root = self._adapters.root(self._adapters.find(params.adapter))
@@ -253,7 +255,7 @@ class Engine:
         prepared = kind.prepare(prompt, params)
         if self._reader is not None and kind.reads_pictures:
             self._reader.check_ids(prepared.token_ids)
-        if root == ROOT:
+        if root == ROOT:  # no adapter: the block keys are right already
             return prepared
         block_keys = self._scheduler.blocks.keys_of(prepared.token_ids, root)
         return replace(prepared, block_keys=block_keys, root=root)
@@ -263,7 +265,7 @@ class Engine:
     ) -> PreparedPrompt:
         """Prepare a conversation, with any pictures in it: parts {"type": "image", "image": array}.
 
-        For any thread. params: those that `add` will get. options: of `chat_token_ids`.
+        Any thread may call this. params: those that `add` will get. options: as `chat_token_ids` takes them.
         Raises UnsupportedTask for a picture if the model reads none.
         """
         pictures = pictures_of(messages)
@@ -279,9 +281,10 @@ class Engine:
         return self.prepare(token_ids, params)
 
     def prepare_grammar(self, params: RequestParams) -> Future[Any] | None:
-        """Start compiling the grammar of a text's form, once for equal ones; return None if there is none.
+        """Start compiling the grammar that params ask for; return None if they ask for none.
 
-        For any thread. Keep the future: once it is done, `add` need not wait for the grammar.
+        Any thread may call this. Equal grammars are compiled once. Keep the future: once it is done, `add` need not
+        wait for the grammar.
         """
         return self._kinds[type(params)].prepare_grammar(params)
 
@@ -304,7 +307,8 @@ class Engine:
         continued: token ids of an unfinished completion of this prompt. Up to params.max_tokens more follow, the same
         as if all had been asked for at once.
         resumed: by sample index, the tokens behind `continued` that another engine had generated. The samples go on
-        as they would have there; a whole one ends at once. All begin anew if one of them cannot have had its tokens.
+        as they would have there; a sample that is complete ends at once. All samples begin anew if the tokens of one
+        cannot be its own.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest, UnsupportedTask, UnknownAdapter, AdapterRefused. An adapter that turns out
         not to fit the model ends the request with finish_reason "error".
@@ -335,7 +339,7 @@ class Engine:
     ) -> PreparedPrompt:
         """Prepare a prompt, unless it is prepared for these parameters already. Raises what `add` raises.
 
-        root: of the request's adapter.
+        root: the number that stands for the request's adapter.
         """
         if not isinstance(prompt, PreparedPrompt):
             return self.prepare(prompt, params)
@@ -353,8 +357,8 @@ class Engine:
             self._stepper.finish(seq)
         elif seq.status is SequenceStatus.HELD:
             pass  # its parent queues it
-        elif self._looking is not None and seq.pictures is not None:
-            self._looking.add(seq)
+        elif self._picture_queue is not None and seq.pictures is not None:
+            self._picture_queue.add(seq)
         else:
             self._scheduler.add(seq)
 
@@ -379,10 +383,12 @@ class Engine:
             return []
         self._scheduler.first_scheduled = []
         if launches:
+            # sequences whose adapter is loaded now, or could not be loaded
             for seq in self._adapters.look():
                 self._queue(seq)
-        if self._looking is not None and launches:
-            for seq in self._looking.look():
+        if self._picture_queue is not None and launches:
+            # sequences whose pictures have been computed, or have failed
+            for seq in self._picture_queue.look():
                 if seq.error is not None:
                     self._stepper.finish(seq)
                 else:
@@ -410,7 +416,7 @@ class Engine:
     @property
     def _num_held(self) -> int:
         """The number of requests that wait for pictures or adapters, before they wait for the scheduler."""
-        return len(self._looking or ()) + len(self._adapters)
+        return len(self._picture_queue or ()) + len(self._adapters)
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -427,8 +433,8 @@ class Engine:
     def texts_so_far(self, request_ids: Iterable[str]) -> dict[str, dict[int, PartialText]]:
         """Return what the texts of unfinished samples begin with, by request id and sample index.
 
-        A text is a beginning of the completion's. It lacks an end that later tokens may change: part of a character, of
-        a stop string or of a mark of reasoning. Unknown ids are left out.
+        Each text is a beginning of the completion's text. It leaves out an end that later tokens may change: part of a
+        character, of a stop string, or of a tag that opens or closes reasoning. Unknown ids are left out.
         """
         texts: dict[str, dict[int, PartialText]] = {}
         for request_id in request_ids:
@@ -447,11 +453,11 @@ class Engine:
         truncate_prompt_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the token ids of a conversation by the model's chat template. For any thread.
+        """Return the token ids of a conversation by the model's chat template.
 
-        truncate_prompt_tokens: see SamplingParams. options: `tools`, `chat_template_kwargs`, and `now`, the Unix
-        seconds that the template takes for the present. Raises PromptTooLong, and InvalidPrompt if the tokenizer has no
-        template or the template refuses the messages.
+        Any thread may call this. truncate_prompt_tokens: see SamplingParams.
+        options: `tools`, `chat_template_kwargs`, and `now`, the Unix seconds that the template takes for the present.
+        Raises PromptTooLong, and InvalidPrompt if the tokenizer has no template or the template refuses the messages.
         """
         limit = self.max_model_len - 1 if truncate_prompt_tokens is None else None
         token_ids = self._tokenizer.chat_token_ids(messages, limit=limit, **options)
@@ -472,19 +478,20 @@ class Engine:
         """
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
         done = self._run(numbered(prompts, params), total, use_tqdm=use_tqdm)
-        in_order = (done[str(i)] for i in range(len(done)))
-        return [
-            completion for group in in_order for completion in sorted(group, key=lambda c: c.index)
-        ]
+        completions: list[Completion] = []
+        for i in range(len(done)):  # `numbered` gives the requests the ids "0", "1", "2", ...
+            completions.extend(sorted(done[str(i)], key=lambda completion: completion.index))
+        return completions
 
     def loglikelihood(
         self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False
     ) -> list[LogLikelihood]:
-        """Score each continuation behind its context, by prefill alone; prefixes are computed once.
+        """Score each continuation behind its context, by prefill alone; common prefixes are computed once.
 
         A pair is two texts, split into tokens as lm-evaluation-harness does it, or two lists of token ids. An empty
-        context stands for the token that begins a text, or else the one that ends it; an empty continuation is
-        certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
+        context stands for the token that begins a text, or else the one that ends it. An empty continuation is
+        certain: its log-likelihood is 0.
+        Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
         scores = Scores(pairs, self._prompts, self.prepare)
         requests = list(scores.requests())
@@ -500,7 +507,8 @@ class Engine:
         """Embed all prompts by prefill alone; return their completions, which have an `embedding`, in order.
 
         Texts are read as sentence-transformers reads them: behind the checkpoint's default prompt, and cut to
-        its max_seq_length. Raises what `generate` does, and UnsupportedTask or InvalidSampling if params suit no text.
+        its max_seq_length. Raises what `generate` does, UnsupportedTask if the checkpoint embeds no texts, and
+        InvalidSampling if it cannot embed with these params.
         """
         if params is None:
             params = PoolingParams()
@@ -529,7 +537,8 @@ class Engine:
                         num_tokens += len(completion.token_ids)
                         seconds = bar.format_dict["elapsed"] or 1.0
                         bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
-                        bar.update(int(completion.request_id not in self._unfinished))
+                        is_last = completion.request_id not in self._unfinished
+                        bar.update(1 if is_last else 0)
         finally:
             for request_id in list(self._unfinished):
                 self.abort(request_id)
@@ -550,7 +559,10 @@ class Engine:
         return self._reader
 
     def _with_pictures(self, prompt: PreparedPrompt, pictures: PromptPictures) -> PreparedPrompt:
-        """Add pictures to a prompt that was prepared from their placeholders: its blocks are theirs alone."""
+        """Add pictures to a prompt that was prepared from their placeholders.
+
+        The keys of its KV blocks then depend on the pictures, so that other pictures' prompts do not share the blocks.
+        """
         block_keys = self._scheduler.blocks.keys_of(pictures.key_ids)
         return replace(prompt, block_keys=block_keys, pictures=pictures)
 
@@ -560,7 +572,10 @@ class Engine:
         return self._live_runner
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
-        """Add requests until a full batch waits; return whether there are no more."""
+        """Add requests until a full batch waits; return whether all have been added.
+
+        refused: a list that gets the completions of requests that `add` refuses.
+        """
         while self._scheduler.num_waiting + self._num_held < self.max_num_seqs:
             request = next(requests, None)
             if request is None:
@@ -572,7 +587,11 @@ class Engine:
         return False
 
     def _finish(self, seq: Sequence) -> Completion | None:
-        """Make a finished sequence's completion; None if it awaits a sibling's scores, or a sibling has failed."""
+        """Return the completion of a finished sequence.
+
+        None if its request has failed before or was aborted, or while another sequence of the request still computes
+        scores that the completion needs.
+        """
         unfinished = self._unfinished.get(seq.request_id)
         if unfinished is None or seq not in unfinished.seqs:
             return None
@@ -581,7 +600,7 @@ class Engine:
             return None
         unfinished.seqs.remove(seq)
         if seq.error is not None or not unfinished.seqs:
-            self.abort(seq.request_id)
+            self.abort(seq.request_id)  # drops the request and the sequences it still has
         completion = unfinished.kind.completion(seq)
         if completion is not None and isinstance(seq.error, AdapterGone):
             completion = replace(completion, lacks_adapter=True)

@@ -1,4 +1,4 @@
-"""Every error the engine raises on purpose. All arguments are in `args`, so they pickle."""
+"""Every error the engine raises on purpose. Each keeps its arguments in `args`, so that it can be pickled."""
 
 MAX_QUOTED_CHARS = 400  # how much our errors quote of another package's
 
@@ -76,11 +76,11 @@ class InvalidPrompt(InvalidRequest):
 
 
 class UnknownAdapter(InvalidRequest):
-    """A request names an adapter that is not there."""
+    """A request names an adapter that the engine does not have."""
 
 
 class AdapterGone(UnknownAdapter):
-    """A request names an adapter with the fingerprint of its files, and these files are not there now."""
+    """A request names an adapter and the fingerprint of its files, and no files have that fingerprint now."""
 
 
 class AdapterRefused(InvalidRequest):
@@ -121,7 +121,7 @@ class EngineClosed(EngineError):
 
 
 class EngineBusy(EngineError):
-    """`generate()` and the like would swallow the completions of requests added with `add()`."""
+    """`generate()` or the like was called while requests from `add()` run: it would swallow their completions."""
 
 
 class StepFailed(EngineError):
@@ -133,7 +133,10 @@ class StepFailed(EngineError):
 
 
 class SequenceFailed(EngineError):
-    """Not raised: it words the `error` of a completion whose request made a step raise. (the original error)"""
+    """The wording of `error` in a completion whose request made a step raise: (the original error).
+
+    It is never raised.
+    """
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)

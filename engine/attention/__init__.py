@@ -32,8 +32,8 @@ def load_backend(
     """Return the backend of that name for these dtypes. Raises ConfigError.
 
     "auto" is the best one for device and dtype. kv_cache_dtype, block_size: as EngineConfig has them.
-    deterministic: its attention to a query has the same bits whatever else is computed; raises
-    NotDeterministic where there is none.
+    deterministic: the backend's attention to a query has the same bits whatever else is computed with it; raises
+    NotDeterministic where no backend does that.
     """
     chosen = _choose(device, dtype, kv_cache_dtype) if name == "auto" else name
     if deterministic and chosen != "cpu":

@@ -17,7 +17,7 @@ class Product(Protocol):
 class AdapterGroup(NamedTuple):
     """The rows of a step that have one adapter.
 
-    products: by layer; others are left as they are. rows: a range, or [rows] int64.
+    products: by layer; the adapter leaves all other layers alone. rows: a slice of the batch, or [rows] int64.
     """
 
     products: Mapping[nn.Module, Product]
@@ -33,7 +33,10 @@ class AdapterRows(Protocol):
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """The groups of a step's rows, which multiply one after another. Rows of no group have no adapter."""
+    """The groups of a step's rows, whose products are added one group after another.
+
+    Rows outside all groups have no adapter.
+    """
 
     groups: tuple[AdapterGroup, ...]
 

@@ -32,7 +32,7 @@ class AttentionMetadata:
 
 
 class AttentionBreak(AttentionMetadata, ABC):
-    """Stands in the place of metadata while the rest of a step is recorded: something else computes attention."""
+    """Takes the place of metadata while a step is recorded without its attention, which `attend` then computes."""
 
     @abstractmethod
     def attend(
@@ -51,8 +51,8 @@ class KernelBackend(ABC):
 
     name: as EngineConfig.attention_backend names it.
     block_multiple: the tokens of a KV block are a multiple of it.
-    max_head_dim: the largest head it serves, None if any.
-    takes_index: it attends to chosen tokens alone.
+    max_head_dim: the largest head it serves, None if it serves any.
+    takes_index: whether it serves layers that attend only to tokens that an index chooses.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
     """
 
@@ -65,25 +65,28 @@ class KernelBackend(ABC):
     @classmethod
     @abstractmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ConfigError unless it serves that device and dtype."""
+        """Raise ConfigError unless the backend serves that device and dtype."""
 
     @classmethod
     def fp8_problem(cls, device: torch.device) -> str | None:
-        """Say why it cannot serve an FP8 cache on a device that `check` let through; None if it can."""
+        """Return why the backend cannot serve an FP8 cache on a device that `check` accepts; None if it can."""
         return None
 
     @abstractmethod
     def __init__(self, device: torch.device) -> None:
-        """device: one that `check` lets through."""
+        """device: one that `check` accepts."""
 
     def prepare(
         self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True
     ) -> Tensor:
-        """Return the logits that `run` computes, twice if it `repeats`; compile its kernels, and the sampler's."""
+        """Compile the kernels of `run` and of the sampler; return the logits that `run` computes.
+
+        repeats: whether `run` may be called more than once.
+        """
         return run()
 
     def check_features(self, features: AttentionFeatures) -> None:
-        """Raise AttentionRefused unless it can compute such an attention."""
+        """Raise AttentionRefused unless the backend can compute attention with these features."""
         if self.max_head_dim is not None and (
             features.head_dim > self.max_head_dim or features.head_dim % 2
         ):
@@ -114,7 +117,10 @@ class KernelBackend(ABC):
     def fill_pending(
         self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor
     ) -> None:
-        """Put sampled[places] into rows of token_ids, -1 as 0: [tokens], [pending], [any], [pending] int64."""
+        """Write sampled[places] to token_ids[rows], with 0 in place of -1.
+
+        token_ids: [tokens].  rows, places: [pending].  sampled: [any].  All are int64.
+        """
         token_ids[rows] = sampled[places].clamp_(min=0)
 
     def store(
@@ -152,11 +158,11 @@ class KernelBackend(ABC):
 class CapturableBackend(KernelBackend):
     """A backend whose decode step may be recorded as a CUDA graph.
 
-    While one is recorded, it reads no tensor's values on the host and starts kernels on the current stream
-    only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
-    `forward` hands over to an AttentionBreak in the place of metadata.
+    While a step is recorded, the backend reads no tensor's values on the host and starts kernels on the current
+    stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    If `forward` gets an AttentionBreak in place of metadata, it returns what `attend` does.
 
-    prefix_limits: which common prefixes of decoding sequences are read once; None if none is.
+    prefix_limits: which common prefixes of decoding sequences are read once; None if every sequence reads its own.
     """
 
     prefix_limits: PrefixLimits | None = None
@@ -164,11 +170,14 @@ class CapturableBackend(KernelBackend):
     def share_prefixes(
         self, layers: Sequence[AttentionFeatures], dtype: torch.dtype, block_size: int
     ) -> None:
-        """Set the limits for a model's layers and its cache of this dtype, where prefixes can be read once."""
+        """Set `prefix_limits` for a model's layers and a KV cache of this dtype, if prefixes can be read once."""
 
     @abstractmethod
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        """Write new rows before a step is replayed. sampled: [rows] int64, which may lie in `memory`."""
+        """Write new rows before a step is replayed.
+
+        sampled: [rows] int64, the tokens that the step before chose; it may lie in `memory`.
+        """
 
     @abstractmethod
     def advance(self, state: DecodeState) -> None:
@@ -188,7 +197,7 @@ class CapturableBackend(KernelBackend):
 
         rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
         block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, the order in which to start.
-        prefixes: those that are read once, PrefixArrays on the device; given only if there are limits.
+        prefixes: the prefixes that are read once; given only if `prefix_limits` is set.
         """
 
 
@@ -196,7 +205,7 @@ class CapturableBackend(KernelBackend):
 class PictureRows:
     """A step's pictures as a body gets them: arguments, and positions [3, 1, tokens] int64, or None.
 
-    attention: where a picture's tokens see each other, None if no picture is like that.
+    attention: metadata by which the tokens of a picture see each other; None if no picture needs it.
     """
 
     arguments: dict[str, Any]
@@ -209,7 +218,7 @@ class ForwardBatch:
     """The tokens of one step on the model's device, sequence after sequence.
 
     token_ids, positions, slot_mapping: [tokens] int64.  sample_rows: [samples] int64, as in StepBatch.
-    states: of a model that keeps states.  pictures, adapters: of a step with any.
+    states: None if the model keeps no states.  pictures, adapters: None if the step has none.
     """
 
     token_ids: Tensor

@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Parts:
-    """A step's attention as the kernels take it, for layers of one number of heads in a group.
+    """A step's attention as the kernels take it, for layers with the same number of heads in a group.
 
     shared: tokens that several sequences have in the same blocks; `prefill` and `decode` begin after them.
     """
@@ -43,7 +43,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class CpuMetadata(AttentionMetadata):
-    """The step's sequences. parts: by heads in a group, and whether sequences share any blocks."""
+    """The step's sequences.
+
+    parts: by the heads in a group, and by whether shared prefixes may be read once; each is made when a layer needs it.
+    """
 
     block_tables: NDArray[np.int32]  # contiguous
     context_lens: NDArray[np.int64]
@@ -56,11 +59,12 @@ class CpuBackend(KernelBackend):
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
-    least_prefill = 12  # new tokens of a sequence; fewer are rows of the decodes' kernel
+    # A sequence with fewer new tokens goes to the decode kernel, a row for each of them.
+    least_prefill = 12
 
     @classmethod
     def problem(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Say why it cannot serve these, and what to do; None if it can."""
+        """Return why the backend cannot serve this device and dtype, and what to do; None if it can."""
         if device.type != "cpu":
             return f"it does not run on device={device.type!r}, set device='cpu'"
         if dtype not in DTYPES:
@@ -81,7 +85,7 @@ class CpuBackend(KernelBackend):
             raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
 
     def __init__(self, device: torch.device) -> None:
-        # numba is optional and takes a moment to import, and whether this backend serves is asked without it
+        # These import numba, which is optional and slow to import; this module can be imported without it.
         from engine.cpu_kernels import (
             cpu_sampler,
             decode_attention,
@@ -120,14 +124,14 @@ class CpuBackend(KernelBackend):
     def prepare(
         self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True
     ) -> Tensor:
-        def both() -> Tensor:
+        def run_with_sampler() -> Tensor:
             self._sampler.kernel_for(dtype)
             return run()
 
-        return self._run_compiled(both) if repeats else both()
+        return self._run_compiled(run_with_sampler) if repeats else run_with_sampler()
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
-        """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
+        """Edit logits to the same bits as the base class does; a compiled kernel applies the masks first."""
         if not len(edits.masked):
             return super().edit(logits, edits, sampled)
         self._logit_masks.mask_rows(
@@ -163,6 +167,7 @@ class CpuBackend(KernelBackend):
     ) -> Tensor:
         assert isinstance(metadata, CpuMetadata)
         out = query.new_empty(query.shape)
+        # a layer with a window or chunks reads no shared prefix
         shares = features.window is None and features.chunk is None
         group = query.shape[1] // cache.keys.shape[2]
         if (group, shares) not in metadata.parts:
@@ -170,25 +175,35 @@ class CpuBackend(KernelBackend):
                 metadata, group, cache.keys.shape[1], shares=shares
             )
         parts = metadata.parts[group, shares]
-        kind = features.options | {"sinks": sinks, "slopes": slopes, "state": None}
+        options = features.options | {"sinks": sinks, "slopes": slopes, "state": None}
         prefill_attention = self._prefilling.prefill_attention
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:
-            kind["state"] = query.new_empty(
+            options["state"] = query.new_empty(
                 self._prefilling.state_shape(query), dtype=torch.float32
             )
             prefill_attention(
-                query, cache.keys, cache.values, tables, parts.shared, out, keeps_state=True, **kind
+                query,
+                cache.keys,
+                cache.values,
+                tables,
+                parts.shared,
+                out,
+                keeps_state=True,
+                **options,
             )
-        prefill_attention(query, cache.keys, cache.values, tables, parts.prefill, out, **kind)
-        self._decoding.decode_attention(query, cache.keys, cache.values, parts.decode, out, **kind)
+        prefill_attention(query, cache.keys, cache.values, tables, parts.prefill, out, **options)
+        self._decoding.decode_attention(
+            query, cache.keys, cache.values, parts.decode, out, **options
+        )
         return out
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
+        """Sort the step's new tokens into tasks of the prefill kernel and rows of the decode kernel."""
         prefilling = self._prefilling
         lens = step.query_lens
         starts = np.cumsum(lens) - lens
-        begins = np.zeros(len(lens), np.int64)
+        begins = np.zeros(len(lens), np.int64)  # the first token behind a shared prefix
         prefixes = []
         if shares and len(lens) > 1:
             # Longer sequences fill tasks by themselves.
@@ -204,14 +219,15 @@ class CpuBackend(KernelBackend):
         for prefix in prefixes:
             begins[prefix.seqs] = prefix.num_tokens
         few = np.flatnonzero(lens < self.least_prefill)
+        # for each row of the decode kernel, its sequence, and its place among the sequence's new tokens
         decodes = np.repeat(few, lens[few])
         places = np.arange(len(decodes)) - np.repeat(np.cumsum(lens[few]) - lens[few], lens[few])
         context_lens = step.context_lens[decodes] - lens[decodes] + places + 1
         seen = context_lens - begins[decodes]
         order = np.argsort(-seen, kind="stable")
         decodes = decodes[order]
-        chosen = np.flatnonzero(lens >= self.least_prefill)
-        of_chosen = (array[chosen] for array in (starts, lens, step.context_lens))
+        many = np.flatnonzero(lens >= self.least_prefill)
+        of_many = (array[many] for array in (starts, lens, step.context_lens))
         shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
         of_decodes = (
             starts[decodes] + places[order],
@@ -222,7 +238,7 @@ class CpuBackend(KernelBackend):
         rows, lens_seen, tables, firsts = map(torch.from_numpy, of_decodes)
         return Parts(
             shared,
-            prefilling.tasks_of_sequences(*of_chosen, chosen, begins[chosen], group),
+            prefilling.tasks_of_sequences(*of_many, many, begins[many], group),
             self._decoding.DecodeRows(rows, lens_seen, tables, firsts, int(seen.max(initial=0))),
         )
 

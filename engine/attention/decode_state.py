@@ -18,11 +18,11 @@ PADDING = -1  # the next position of a row that belongs to no sequence
 class DecodeState:
     """The rows that one decode step leaves to the next, and the inputs that the next makes of them.
 
-    next_token_ids, next_positions: [rows] int64, the token that each row computes next and its place in its
-    sequence, PADDING in a row without one; the token may be -1 where none could be chosen.
+    next_token_ids: [rows] int64, the token that each row computes next; -1 where none could be chosen.
+    next_positions: [rows] int64, the place of that token in its sequence; PADDING in a row without a sequence.
     block_tables: [rows, blocks of the longest sequence] int32; what lies past a row's context is stale, and
     nothing reads it.
-    sampling: of each row. Its positions are written by a backend's `advance`, as are all that follow.
+    sampling: each row's sampling values. A backend's `advance` writes their positions, and all fields below.
     token_ids, positions, slot_mapping: [rows] int64 and context_lens: [rows] int32, of the step that runs. A
     padding row has slot -1 and context length 0.
     """
@@ -51,8 +51,8 @@ class DecodeState:
 class RowMemory(NamedTuple):
     """The tensors that hold a decode batch's rows.
 
-    wide: [columns, rows] int64, the next token first.  narrow: [columns, rows] int32.  Columns may have room
-    behind their rows.  block_tables: [rows, blocks] int32, contiguous.  order: [rows] int32.
+    wide: [columns, rows] int64, the next token first.  narrow: [columns, rows] int32.  A column may
+    have unused room behind its rows.  block_tables: [rows, blocks] int32, contiguous.  order: [rows] int32.
     """
 
     wide: Tensor
@@ -64,10 +64,11 @@ class RowMemory(NamedTuple):
 class RowWrites(NamedTuple):
     """Values to write into a decode batch's rows, and their places.
 
-    rows: [written] int64.  wide: [columns, written] int64 and narrow: [columns, written] int32, of those.
+    rows: [written] int64.  wide: [columns, written] int64 and narrow: [columns, written] int32, values of these rows.
     sampled_at: [written] int64, where the step before has sampled a row's next token; -1 where `wide` has it.
-    table_places: [new] int64 and block_ids: [new] int32, entries of the block tables, which count as one row.
-    order: [rows] int32, all of it; empty where it is as it was.
+    table_places: [new] int64, places in the block tables, which are seen as one flat array.
+    block_ids: [new] int32, what to write to these places.
+    order: [rows] int32, the whole new order; empty if the order stays the same.
     """
 
     rows: NDArray[np.int64]

@@ -13,13 +13,13 @@ class AttentionFeatures:
     head_dim: of queries, keys and values alike.
     scale: scores are queries times keys times this.
     window: tokens that a query sees, itself included; None if it sees all before it.
-    chunk: tokens of the chunks, counted from a sequence's first, of which a query sees none but its own
-        (Llama 4); None if there are none.
+    chunk: tokens of a chunk (Llama 4): a sequence is cut into chunks, and a query sees no tokens of earlier ones;
+        None if there are none.
     soft_cap: scores become soft_cap * tanh(score / soft_cap), before the mask (Gemma 2); None if not.
     has_sinks: whether each head has a sink (gpt-oss), a learned score that takes part in the softmax and has
         no value. The scores are a weight: they are passed beside this.
-    has_slopes: whether each head has a slope (ALiBi): a score is that times the distance less, after the soft cap.
-        They are passed beside this too.
+    has_slopes: whether each head has a slope (ALiBi): after the soft cap, slope * distance is subtracted from a score.
+        The slopes are passed beside this too.
     is_indexed: whether a query sees only tokens that an index chooses, which are passed beside this.
     """
 

@@ -26,7 +26,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class FlashMetadata(AttentionMetadata):
-    """The step's sequences by kind, in row order. prefill_rows: [queries] int32, None where all decode."""
+    """The step's sequences by kind, in row order. prefill_rows: [queries] int32, None if all sequences decode."""
 
     decode: DecodeRows
     prefill_rows: Tensor | None
@@ -37,7 +37,7 @@ class FlashAttnBackend(TritonBackend):
     """Computes a step's decodes in one call, which splits their KV, and its prefill chunks in another."""
 
     name = "flash_attn"
-    block_multiple = 256  # of its paged calls
+    block_multiple = 256  # flash_attn's paged calls need it
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
@@ -141,17 +141,17 @@ class FlashAttnBackend(TritonBackend):
         slopes: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, FlashMetadata)
-        kind = {
+        options = {
             "softmax_scale": features.scale,
             "causal": True,
-            # tokens before and after a query's own that it sees
+            # how many tokens before and after its own a query sees; -1: no limit
             "window_size": (-1, -1) if features.window is None else (features.window - 1, 0),
             "softcap": features.soft_cap or 0.0,
             "alibi_slopes": slopes,
         }
 
         def attend_decodes(rows: Tensor) -> Tensor:
-            """[decodes, heads, head_dim], one row for each sequence."""
+            """Return the attention of rows, [decodes, heads, head_dim], one for each sequence."""
             lens = metadata.decode.context_lens
             tables = metadata.decode.block_tables
             attended: Tensor = self._attend_decodes(
@@ -160,7 +160,7 @@ class FlashAttnBackend(TritonBackend):
                 cache.values,
                 cache_seqlens=lens,
                 block_table=tables,
-                **kind,
+                **options,
             )
             return attended.squeeze(1)
 
@@ -169,7 +169,7 @@ class FlashAttnBackend(TritonBackend):
             return attend_decodes(query)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         out[rows] = self._attend_prefills(
-            query[rows], cache.keys, cache.values, **metadata.prefill, **kind
+            query[rows], cache.keys, cache.values, **metadata.prefill, **options
         )
         if len(metadata.decode.rows):
             out[metadata.decode.rows] = attend_decodes(query[metadata.decode.rows])

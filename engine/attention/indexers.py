@@ -1,7 +1,7 @@
 """Modules of a model that choose the tokens to attend to, by a key that they keep of each token.
 
-Each gets a batch's rows sequence by sequence, with the index keys of the whole sequence, and names tokens by their
-places in it.
+Each module is called for one sequence of a batch at a time, with the index keys of the whole sequence. It names tokens
+by their places in the sequence.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,8 @@ SCORES_AT_ONCE = 1 << 20  # of each head of an index: modules write out all of t
 class Indexers:
     """The wrapped indexers of a model. chosen: the last choice.
 
-    Until a first batch comes, each repeats its choice: positions are tried.
+    Until the first batch begins, the model runs only to try out its positions. Each indexer then computes one choice
+    and repeats it.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -41,8 +42,9 @@ class Indexers:
         self._tried = None
 
     def end(self) -> None:
-        """Choose for whole rows."""
-        self._step = self._tried = None
+        """Let the modules compute whole inputs from now on, as they would without a batch."""
+        self._step = None
+        self._tried = None
 
     def all_keys(self, keys: Tensor, layer: int) -> Tensor:
         """Store a sequence's new index keys, [1, tokens, dim]; return those of its whole context."""
@@ -51,7 +53,7 @@ class Indexers:
         batch, cache = self._step
         span = self._span
         assert cache.index is not None, "a model with index keys has a pool of them"
-        ((_, stored),) = cache.index.layers[layer]
+        ((_, stored),) = cache.index.layers[layer]  # a layer has one kind of index keys
         stored[batch.slot_mapping[span.start : span.end]] = keys[0]
         blocks = stored.view(-1, cache.block_size, *stored.shape[1:])
         num_blocks = -(-span.context_len // cache.block_size)
@@ -67,11 +69,14 @@ class Indexers:
             return compute(*args, **options)
         metadata = self._step[0].attention
         assert isinstance(metadata, TorchMetadata), "no other backend takes such features"
+        num_rows = metadata.spans[-1].end
         chosen = []
         for span in metadata.spans:
-            pieces = [*span.pieces(max(1, SCORES_AT_ONCE // span.context_len))]
-            for self._span in reversed(pieces):  # each stores its keys for those after it
-                cut = partial(_part, self._span, metadata.spans[-1].end)
+            pieces = list(span.pieces(max(1, SCORES_AT_ONCE // span.context_len)))
+            # the last piece comes first; a piece has to store its keys before later ones read them
+            for piece in reversed(pieces):
+                self._span = piece  # for `all_keys`, which the module calls
+                cut = partial(_part, piece, num_rows)
                 piece_args, piece_options = tree_map(cut, (args, options))
                 chosen.append(compute(*piece_args, **piece_options))
         self._span = None
@@ -83,7 +88,10 @@ class Indexers:
 
 
 def _part(span: Span, num_rows: int, x: Any) -> Any:
-    """Cut the span's rows out of an argument that has one for each token; make a mask of the one that hides nothing."""
+    """Cut the span's rows out of an argument that has a row for each token; return other arguments as they are.
+
+    A mask of a single element, which hides nothing, becomes the span's causal mask.
+    """
     if not isinstance(x, Tensor):
         return x
     if x.dtype == torch.bool and x.ndim > 2 and x.numel() == 1:

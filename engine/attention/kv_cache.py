@@ -32,7 +32,7 @@ class LayerKVCache(NamedTuple):
     def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
         """Store new keys and values, [tokens, kv_heads, head_dim] each.
 
-        slot_mapping: [tokens] int64, block_id * block_size + offset, each at most once.
+        slot_mapping: [tokens] int64, slots, which are block_id * block_size + offset; each at most once.
         """
         if self.scales is not None:
             keys, values = (
@@ -45,7 +45,8 @@ class LayerKVCache(NamedTuple):
 class KVCache:
     """Keys and values of all layers: [2, blocks, block_size, kv_heads, head_dim] of each layer.
 
-    states: beside them, of a model that keeps any.  index: rows for the slots, of a model with index keys.
+    states: a pool beside them; None if the model keeps no states.
+    index: a pool with a row for each slot; None if the model has no index keys.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class KVCache:
             LayerKVCache(pair[0], pair[1], scales[i] if scales else None)
             for i, pair in enumerate(both)
         ]
-        self._groups = _alike(self.pool, shapes)
+        self._groups = _views_to_copy(self.pool, shapes)
         self.block_size = block_size
         self.states: StatePool | None = None
         self.index: StatePool | None = None
@@ -93,8 +94,11 @@ class KVCache:
             self.index.write(targets, self.index.read(sources))
 
 
-def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Return views of the pool by shape of layer, [2 * layers, slots, numbers]; FP8 as wider numbers, to be copied."""
+def _views_to_copy(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return views of the pool, in which slots can be copied: [2 * layers, slots, numbers].
+
+    Adjacent layers of one shape share a view. Its numbers are int64 or uint8, whatever the pool's dtype is.
+    """
     views = []
     start = 0
     for shape, layers in groupby(shapes):
@@ -117,9 +121,9 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def measure_scales(cache: KVCache) -> list[Scales]:
-    """Measure each layer's scales by the largest key and value of each head in this cache, not of FP8.
+    """Measure each layer's scales by the largest key and value of each head in this cache, which must not be FP8.
 
-    Numbers may be eight times as large (HEADROOM). Raises ConfigError for numbers that are not finite.
+    The scales leave room for numbers that are HEADROOM times as large. Raises ConfigError if a number is not finite.
     """
 
     def measure(pool: Tensor) -> Tensor:

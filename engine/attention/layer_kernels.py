@@ -28,10 +28,10 @@ class ExpertKernels:
 class PackedKernels:
     """Products with weights that stay in 4 or 8 bits.
 
-    block(kind, group) -> columns that the kernel unpacks together, None if it does not serve such a weight: kind as
-    engine.checkpoint.packed_form.PackedForm has it, group the columns that share a scale.
-    lay_out(words, scales, zeros) -> the three as the kernel reads them. words: [out, in / w, 4] uint8, w codes of
-    adjacent columns each, see engine.layers.packed.  scales, zeros: [out, groups].
+    block(kind, group) -> the number of columns that the kernel unpacks together; None if it does not serve such a
+    weight. kind: as engine.checkpoint.packed_form.PackedForm has it.  group: the columns that share a scale.
+    lay_out(words, scales, zeros) -> the same three as the kernel reads them. words: [out, in / w, 4] uint8, a word
+    holds the codes of w adjacent columns, see engine.layers.packed.  scales, zeros: [out, groups].
     product(x, words, scales, zeros, bias or None, out_features, block, kind) -> x W^T + b.
     grouped_product(x, words, scales, zeros, bias or None, ends, out_features, block, kind) -> the same for rows sorted
     by expert, with the tensors of all experts stacked. ends: as in ExpertGroups. None where a backend multiplies with
@@ -49,14 +49,14 @@ class LayerKernels:
     """Fused kernels for layers that take several passes over memory in plain torch.
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
-    norm_rotate_and_store(query, key, value, (cosines, sines), norms or None, eps, cache, slot_mapping) -> queries, the
-    step from the merged projection to attention: heads of queries and keys are normalised (norms: two weights
-    [head_dim]), then rotated, but for numbers beyond the width of cosines and sines; keys and values go to their slots
-    of the cache, and nowhere for -1, which marks padding. The queries are contiguous.
+    norm_rotate_and_store(query, key, value, (cosines, sines), norms or None, eps, cache, slot_mapping) -> queries: the
+    step from the merged projection to attention. Heads of queries and keys are normalised (norms: two weights
+    [head_dim]), then rotated; numbers beyond the width of cosines and sines are not rotated. Keys and values go to
+    their slots of the cache. Slot -1 marks padding, which is not stored. The queries are contiguous.
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
-    experts: None where a backend has none.
-    quantize_rows(x) -> as engine.layers.int8 has it, None likewise.
+    experts: None where a backend has no such kernels.
+    quantize_rows(x) -> as engine.layers.int8 has it; None where a backend has no such kernel.
     sigmoid_and_mul(x, gate) -> x * sigmoid(gate), [rows, dim] each.
     packed: None where a backend unpacks quantized weights when they are loaded.
     delta_net(x, memory, parts, weights, heads) -> as `mix` of engine.layers.gated_delta_net.

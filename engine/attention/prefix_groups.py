@@ -15,8 +15,9 @@ from engine.attention.features import AttentionFeatures
 from engine.kernels.attention.shared_prefix import SharedPrefix, find_shared_prefixes
 
 #: Bytes of keys and values of one layer that a step's prefixes must spare together. A layer launches one kernel more
-#: with them, which takes a few microseconds beside its products. An H200 reads these bytes in 4 of them, an RTX 4090 in
-#: 17. What the kernel writes for the merge is left out: at most 1 % of what it spares for each query head of a group.
+#: with them, which takes a few microseconds beside its products. An H200 reads these bytes in 4 microseconds, an RTX
+#: 4090 in 17. What the kernel writes for the merge is left out: at most 1 % of what it spares for each query head of a
+#: group.
 LEAST_SPARED_BYTES = 16 * 2**20
 
 NO_SEQ = -1
@@ -45,9 +46,10 @@ class PrefixTensors(NamedTuple):
 class PrefixLimits:
     """Which prefixes are worth a kernel of their own.
 
-    token_bytes: of a token's keys and values in the layer that has the fewest, of those that see all tokens.
-    least_spared_bytes: what prefixes spare together, in a layer.
-    block_size: tokens of a block.  tile: a prefix is a multiple of these tokens.  tile_seqs: sequences of a tile.
+    token_bytes: bytes of a token's keys and values, in the smallest of the layers that see all tokens.
+    least_spared_bytes: the fewest bytes that a step's prefixes must spare together, in one layer.
+    block_size: tokens of a block.  tile: the tokens of a prefix are a multiple of this.
+    tile_seqs: how many sequences a tile holds.
     """
 
     token_bytes: int
@@ -57,7 +59,7 @@ class PrefixLimits:
     tile_seqs: int
 
     def can_pay(self, num_seqs: int, num_tokens: int) -> bool:
-        """Return whether a prefix pays for num_seqs sequences of at most num_tokens tokens."""
+        """Return whether a prefix can pay for num_seqs sequences of at most num_tokens tokens."""
         longest = (num_tokens - 1) // self.tile * self.tile
         return self._pays((num_seqs - 1) * longest)
 
@@ -84,7 +86,7 @@ class PrefixLimits:
         return num_tokens > 0 and num_tokens * self.token_bytes >= self.least_spared_bytes
 
     def max_tiles(self, num_seqs: int) -> int:
-        """Return how many tiles num_seqs sequences have room for: all of them where a tile holds three or more."""
+        """Return how many tiles there is room for; all prefixes fit if a tile holds three sequences or more."""
         return -(-num_seqs // 2)
 
     def arrange(self, prefixes: Sequence[SharedPrefix], num_seqs: int) -> PrefixArrays:
@@ -104,7 +106,7 @@ class PrefixLimits:
 
 
 def _spared_tokens(prefix: SharedPrefix) -> int:
-    """Return how many tokens fewer a layer reads."""
+    """Return how many fewer tokens a layer reads if it reads the prefix once."""
     return (len(prefix.seqs) - 1) * prefix.num_tokens
 
 
@@ -118,14 +120,15 @@ def choose_limits(
 ) -> PrefixLimits | None:
     """Return the limits for a model's layers; None if no prefix can be read once for several sequences.
 
-    dtype: of keys and values.  tile: a prefix is a multiple of these tokens.  tile_queries: of all heads of a group, of
-    all sequences of a tile.
+    dtype: of keys and values.  tile: a prefix is a multiple of these tokens.  tile_queries: the most
+    queries of a tile: one for each head of a group and each sequence.
     """
     whole = [layer for layer in layers if layer.window is None and layer.chunk is None]
     if not whole:
         return None
     most_heads = max(layer.num_heads // layer.num_kv_heads for layer in whole)
-    tile_seqs = tile_queries // (1 << (most_heads - 1).bit_length())
+    padded_heads = 1 << (most_heads - 1).bit_length()  # the next power of two
+    tile_seqs = tile_queries // padded_heads
     if tile_seqs < 2:
         return None
     token_bytes = min(2 * layer.num_kv_heads * layer.head_dim for layer in whole) * dtype.itemsize

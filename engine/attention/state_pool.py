@@ -56,7 +56,7 @@ class StatePool:
 
 
 def state_bytes(states: Sequence[StateShape]) -> int:
-    """Return the bytes of one row."""
+    """Return the bytes of one row of these states."""
     return sum(math.prod(state.shape) * state.dtype.itemsize for state in states)
 
 
@@ -64,8 +64,8 @@ def state_bytes(states: Sequence[StateShape]) -> int:
 class StatePart:
     """Tokens of one sequence, in rows start to end of the batch, between two states in the pool.
 
-    source: the row of the state before them, -1 if none is. target, saved: rows that get the state behind them, the
-    latter -1 for none.
+    source: the row of the state before the tokens, -1 if there is none. target: the row that gets the state after them.
+    saved: another row that gets it too, -1 for none.
     """
 
     start: int
@@ -79,7 +79,7 @@ class StatePart:
 class StateParts:
     """A step's rows, cut where states are read and written.
 
-    decodes: [decodes] int64, the pool's row of each of the batch's first rows, a token each.
+    decodes: [decodes] int64. The batch's first rows are decodes, a token each: these are their rows in the pool.
     others: the parts behind the decodes, in an order in which they may be computed one after the other.
     table: [parts, 5] int64, the fields of StatePart of all parts, those of the decodes first.
     waves: ranges of the table. They are computed one after the other. No part reads or writes a row of the pool that
@@ -96,7 +96,7 @@ Mix = Callable[[Tensor, StateParts], Tensor]
 
 
 class StateBreak(ABC):
-    """Stands in the place of StateParts while the rest of a step is recorded: something else advances states."""
+    """Takes the place of StateParts while a step is recorded without its states, which `mix` then advances."""
 
     @abstractmethod
     def mix(self, x: Tensor, width: int, compute: Mix) -> Tensor:
@@ -104,20 +104,21 @@ class StateBreak(ABC):
 
 
 def state_parts(parts: NDArray[Any], device: torch.device) -> StateParts:
-    """Read StepBatch.state_parts."""
+    """Sort a step's parts by wave, and upload them. parts: StepBatch.state_parts."""
     num_decodes = _count_decodes(parts)
     waves = find_waves(parts)
     order = np.argsort(waves, kind="stable")
     parts = parts[order]
     ends = np.searchsorted(waves[order], np.arange(waves.max(initial=-1) + 1), side="right")
-    ranges = [range(*ends_of_two) for ends_of_two in pairwise([0, *ends.tolist()])]
-    decodes, table = upload([np.ascontiguousarray(parts[:num_decodes, 3]), parts], device)
+    ranges = [range(first, end) for first, end in pairwise([0, *ends.tolist()])]
+    decode_targets = np.ascontiguousarray(parts[:num_decodes, 3])
+    decodes, table = upload([decode_targets, parts], device)
     others = [StatePart(*part) for part in parts[num_decodes:].tolist()]
     return StateParts(decodes, others, table, ranges)
 
 
 def _count_decodes(parts: NDArray[Any]) -> int:
-    """Return how many parts at the beginning are a token of a sequence that keeps its row."""
+    """Return how many of the first parts are decodes: one token of a sequence whose state stays in its row."""
     starts, ends, sources, targets, saved = parts.T
     not_decodes = ((ends - starts != 1) | (sources != targets) | (saved >= 0)).nonzero()[0]
     return int(not_decodes[0]) if len(not_decodes) else len(parts)
@@ -154,16 +155,21 @@ class StateTable:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         rows = np.arange(num_rows)
         none = np.full(num_rows, -1)
+        # the fields of StatePart: start, end, source, target, saved
         self._padding: NDArray[np.int64] = np.stack((rows, rows + 1, none, none, none), axis=1)
         self._table = torch.from_numpy(self._padding).to(device, copy=True)
 
     def first(self, num_rows: int) -> StateParts:
-        """Return the first rows, which are views."""
+        """Return the parts of the first rows, as views of the table."""
         table = self._table[:num_rows]
-        return StateParts(table[:, 3], (), table, [range(num_rows)])
+        targets = table[:, 3]
+        return StateParts(targets, (), table, [range(num_rows)])
 
     def write(self, parts: NDArray[Any], rows: NDArray[np.int64]) -> None:
-        """Write a step's parts whole. parts: StepBatch.state_parts, a token each. rows: of the batch, [parts]."""
+        """Replace the table by a step's parts.
+
+        parts: StepBatch.state_parts, of one token each. rows: each part's row of the batch, [parts].
+        """
         table = self._padding.copy()
         table[rows, 2:] = parts[:, 2:]
         (written,) = upload([table], self._table.device)
@@ -171,7 +177,10 @@ class StateTable:
 
 
 def zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, since stale NaN would spoil masked scores; on a CPU numpy's, which take memory when written."""
+    """Return zeros, since stale NaN would spoil masked scores.
+
+    On a CPU they are made by numpy, whose zeros take memory only when they are written to.
+    """
     if not length or device.type != "cpu":
         return torch.zeros(length * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
     return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)

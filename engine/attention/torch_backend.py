@@ -42,8 +42,8 @@ class Span:
 class TorchMetadata(AttentionMetadata):
     """The step's sequences in row order.
 
-    chosen: of a layer whose queries see these tokens alone, [1 or kv_heads, rows, any] integers: their places in the
-    sequence, each once. One that is below 0 or after the query is none.
+    chosen: for a layer with an index, the places of the only tokens that each row sees in its sequence, each once:
+    [1 or kv_heads, rows, any] integers. A place below 0 or after the query stands for no token.
     """
 
     spans: list[Span]
@@ -53,8 +53,8 @@ class TorchMetadata(AttentionMetadata):
 class TorchBackend(KernelBackend):
     """Gathers the blocks that each sequence sees and calls scaled_dot_product_attention on them.
 
-    Soft caps, sinks and slopes, which it lacks, are computed in float32. One gather of the whole batch, padded, was
-    20 to 30 times slower on a CPU.
+    That function has no soft caps, sinks and slopes: attention with any of these is computed in float32.
+    One gather of the whole batch, padded, was 20 to 30 times slower on a CPU.
     """
 
     name = "torch"
@@ -62,7 +62,7 @@ class TorchBackend(KernelBackend):
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
-        """Accept every device and dtype of torch's."""
+        """Accept every device and dtype that torch has."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,7 +109,7 @@ class TorchBackend(KernelBackend):
 
 
 def _cut(span: Span, features: AttentionFeatures, *, explicit: bool) -> Iterator[Span]:
-    """Cut a span into pieces to compute one at a time. explicit: all scores of a piece are in memory."""
+    """Cut a span into pieces to compute one at a time. explicit: all scores of a piece are in memory at once."""
     if explicit:
         num_rows = SCORES_AT_ONCE // (features.num_heads * span.context_len)
         return span.pieces(max(1, min(ROWS_AT_ONCE, num_rows)))
@@ -151,20 +151,21 @@ def _seen(
 def _chosen(
     span: Span, cache: LayerKVCache, features: AttentionFeatures, dtype: torch.dtype, tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_seen` does, of these tokens alone: gathered for one row, masked for several.
+    """Return what `_seen` does, but only of chosen tokens: gathered for one row, masked for several.
 
-    tokens: of the span's rows, as in TorchMetadata. The mask is [heads or 1, rows, seen].
+    tokens: the span's rows of TorchMetadata.chosen. The mask is [heads or 1, rows, seen].
     """
     end = span.context_len
     block_size = cache.keys.shape[1]
     places = torch.arange(end - (span.end - span.start), end, device=tokens.device)[:, None]
     is_chosen = (tokens >= 0) & (tokens <= places)
-    if tokens.shape[:2] == (1, 1):
+    if tokens.shape[:2] == (1, 1):  # one row, with one choice for all heads
         tokens = tokens.flatten().clamp(0, end - 1)
         slots = span.block_ids[tokens // block_size] * block_size + tokens % block_size
         keys, values = _heads([pool.flatten(0, 1)[slots] for pool in cache[:2]], cache, dtype)
         return keys, values, is_chosen
     keys, values, _ = _seen(span, cache, features, dtype, always_mask=False)
+    # one column more, cut off below, takes what stands for no token
     mask = torch.zeros(*tokens.shape[:2], end + 1, dtype=torch.bool, device=tokens.device)
     mask.scatter_(-1, torch.where(is_chosen, tokens, end), value=True)
     return keys, values, mask[..., :end].repeat_interleave(features.num_heads // len(tokens), 0)
@@ -188,7 +189,7 @@ def _first_seen(token: int, features: AttentionFeatures) -> int:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures
 ) -> Tensor:
-    """Attend with query [tokens, heads, dim] and the keys, values and mask of `_seen`."""
+    """Return the attention of query [tokens, heads, dim] to what `_seen` returns."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         keys.unsqueeze(0),
@@ -211,12 +212,12 @@ def _attend_explicitly(
     sinks: Tensor | None,
     slopes: Tensor | None,
 ) -> Tensor:
-    """Attend with soft cap, sinks and slopes, in float32."""
+    """Return what `_attend` does, with soft cap, sinks and slopes, in float32."""
     num_tokens, num_heads, head_dim = query.shape
     seen = keys.shape[1]
     keys = keys.float()
     values = values.float()
-    if sinks is not None:  # they are the scores of one token more, which has no value
+    if sinks is not None:  # sinks are the scores of one more token, which has no value
         keys = F.pad(keys, (0, 0, 0, 1))
         values = F.pad(values, (0, 0, 0, 1))
     grouped = (query.float() * (features.scale / (features.soft_cap or 1.0))).transpose(0, 1)

@@ -70,7 +70,7 @@ class TritonBackend(CapturableBackend):
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
-            name, capability = _device(device)
+            name, capability = _name_and_capability(device)
             if capability < MIN_CAPABILITY and not INTERPRETED:
                 raise ConfigError(
                     f"attention_backend='triton' needs compute capability 8.0, {name} has "
@@ -86,7 +86,7 @@ class TritonBackend(CapturableBackend):
     def fp8_problem(cls, device: torch.device) -> str | None:
         if device.type != "cuda" or INTERPRETED:
             return None
-        name, capability = _device(device)
+        name, capability = _name_and_capability(device)
         if capability >= FP8_CAPABILITY:
             return None
         return f"that needs compute capability 8.9, {name} has {capability[0]}.{capability[1]}"
@@ -94,7 +94,7 @@ class TritonBackend(CapturableBackend):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_processors = INTERPRETER_PROCESSORS
-        self._arrived: list[Tensor] = []
+        self._counter_tensors: list[Tensor] = []
         self.layer_kernels = LayerKernels(
             add_rms_norm,
             norm_rotate_and_store,
@@ -133,7 +133,7 @@ class TritonBackend(CapturableBackend):
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         """Build the step's metadata and upload it with `beside` in one transfer."""
         decodes = np.flatnonzero(query_lens == 1)
-        # the longest first, so that the device has short ones left to even the finish out
+        # the longest first: the device then ends with short ones, and all its programs end at about the same time
         decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")]
         prefills = np.flatnonzero(query_lens > 1)
         starts = np.cumsum(query_lens) - query_lens
@@ -218,24 +218,25 @@ class TritonBackend(CapturableBackend):
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode = metadata.decode
         prefill = metadata.prefill
-        kind = features.options | {"sinks": sinks, "slopes": slopes}
+        options = features.options | {"sinks": sinks, "slopes": slopes}
         if len(prefill.seqs):
-            prefill_attention(query, cache, prefill, out, **kind)
+            prefill_attention(query, cache, prefill, out, **options)
         if len(decode.rows):
             num_pairs = len(decode.rows) * cache.keys.shape[2]
             num_programs = choose_num_programs(num_pairs, self._num_processors)
             arrived = self._counters(num_pairs)
-            decode_attention(query, cache, decode, arrived, out, num_programs, **kind)
+            decode_attention(query, cache, decode, arrived, out, num_programs, **options)
         return out
 
     def _counters(self, number: int) -> Tensor:
-        """Return at least `number` zeros. They are never freed: graphs go on using them."""
-        if not self._arrived or len(self._arrived[-1]) < number:
-            self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
-        return self._arrived[-1]
+        """Return at least `number` counters, at zero. They are never freed: graphs go on using them."""
+        tensors = self._counter_tensors
+        if not tensors or len(tensors[-1]) < number:
+            tensors.append(torch.zeros(number, dtype=torch.int32, device=self._device))
+        return tensors[-1]
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
-        """Edit logits as the base class does, bit by bit, by one transfer and one launch."""
+        """Edit logits to the same bits as the base class does, in one transfer and one launch."""
         return edit_logits(logits, edits, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
@@ -243,7 +244,7 @@ class TritonBackend(CapturableBackend):
         return choose_tokens(logits, list(vars(rows).values()), chosen=chosen)
 
 
-def _device(device: torch.device) -> tuple[str, tuple[int, int]]:
+def _name_and_capability(device: torch.device) -> tuple[str, tuple[int, int]]:
     """Return a GPU's name and its compute capability."""
     properties = torch.cuda.get_device_properties(device)
     return properties.name, (properties.major, properties.minor)

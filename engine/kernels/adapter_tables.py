@@ -16,8 +16,8 @@ class LayerTable(NamedTuple):
     """The matrices of all loaded adapters for one linear layer.
 
     A block is an adapter's product for one of the matrices that are stacked in the layer. Each adapter has its blocks
-    in an order of its own. Fields of blocks that an adapter lacks are 0, and so are all fields of one that is not
-    loaded; their scales may be stale.
+    in an order of its own. If an adapter lacks a block, the block's fields are 0. If an adapter is not loaded, all its
+    fields are 0. The scales of such blocks may be stale.
 
     addresses: [adapters, HEAD_FIELDS + BLOCK_FIELDS * blocks] int64.  scales: [adapters, blocks] float32.
     most_rows: the rows of the largest block.

@@ -1,8 +1,8 @@
 """The gated delta net between its products: a convolution, then each head's state, which a program holds in registers.
 
-A decode's state is corrected by its token. Other parts are computed in chunks of tokens, by matrix products. What a
-chunk's tokens are to each other is computed first, of all chunks side by side. Then a program goes through the chunks
-of a part, for a tile of a head's values. Sources: arXiv:2406.06484, arXiv:2412.06464.
+In a decode, the one new token corrects the state. Other parts are computed in chunks of tokens, by matrix products.
+How the tokens of a chunk affect each other is computed first, for all chunks side by side. Then a program goes through
+the chunks of a part, for a tile of a head's values. Sources: arXiv:2406.06484, arXiv:2412.06464.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ VALUE_TILE = 32
 GATE_TOKENS = 8
 LEAST_DECAY = tl.constexpr(-30.0)
 """Logarithm that stands for stronger decays. It is nothing beside 1, and sums over a chunk stay exact to 1e-4."""
-PRECISION = tl.constexpr("tf32x3")  # products of three, which come near those of float32
+PRECISION = tl.constexpr("tf32x3")  # three products in tf32, nearly as exact as one in float32
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def load_token(
     KEPT: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Load channels of the batch's token `at`, or, before the part, of one that was kept."""
+    """Load channels of the batch's token `at`; before the part's start, of a token kept from earlier steps."""
     found = tl.load(new + at * ROW, mask=inside & (at >= start) & (at < end), other=0.0)
     is_kept = inside & (at < start) & (source >= 0)
     return tl.where(
@@ -60,7 +60,7 @@ def convolve_kernel(
     NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One program convolves TILE channels of a head of a part; they are seen then."""
+    """One program convolves TILE channels of a head for a part, and keeps the last tokens for the next step."""
     head = tl.program_id(1)
     channel = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside, ahead = channel < CHANNELS, tl.arange(0, TOKENS)[:, None]
@@ -97,7 +97,7 @@ def correct_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One program has a head of values of a decode."""
+    """One program computes a head of values for a decode."""
     value_head = tl.program_id(1)
     head, own = value_head // GROUP, value_head % GROUP
     CHANNELS: tl.constexpr = 2 * KEY + GROUP * VALUE
@@ -140,11 +140,11 @@ def solve_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_TILE: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One program solves what a chunk's tokens are to each other in a head of values, and measures queries and keys.
+    """One program computes how a chunk's tokens affect each other in a head of values, and scales of queries and keys.
 
     Let A[i, j] be what token i finds of what an earlier token j has added. Then (I + A)^-1 turns what the tokens would
     add alone into what they add together. The inverse of [[P, 0], [L, Q]] is [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]], so
-    blocks of twice the size follow from those before, and no power of A is computed, which may be large.
+    each level inverts blocks of twice the size. No power of A is computed: it might be large.
     """
     value_head = tl.program_id(2)
     head, own = value_head // GROUP, value_head % GROUP
@@ -172,7 +172,7 @@ def solve_kernel(
     query_scale = tl.rsqrt(query_sum + NORM_EPS) / tl.sqrt(KEY * 1.0)
     key_scale = tl.rsqrt(key_sum + NORM_EPS)
     scales = scales_ptr + (start * NUM_HEADS + head) * 2 + number * (NUM_HEADS * 2)
-    tl.store(scales, query_scale, mask=there)  # by each head of the group
+    tl.store(scales, query_scale, mask=there)  # each head of the group stores the same
     tl.store(scales + 1, key_scale, mask=there)
 
     x = x_ptr + (start * NUM_HEADS + head) * ROWS + CHANNELS + GROUP * VALUE + own
@@ -207,7 +207,7 @@ def chunk_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_TILE: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program goes through a part's chunks, for TILE numbers of a head's values, and replaces them by its output.
+    """One program goes through a part's chunks, for TILE numbers of a head's values, and writes its output over them.
 
     The state is held in tiles of KEY_TILE keys: a product of all keys would not leave registers for them.
     Nothing is loaded ahead: a second stage spills registers on Blackwell, and two programs share a multiprocessor.
@@ -309,8 +309,9 @@ def gate_kernel(
 def delta_net(
     x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any
 ) -> Tensor:
-    """Compute as `mix` of engine.layers.gated_delta_net: the waves of parts one after the other."""
-    num_heads, channels = heads.num_heads, heads.num_channels
+    """Compute what `mix` of engine.layers.gated_delta_net does, one wave of parts after the other."""
+    num_heads = heads.num_heads
+    channels = heads.num_channels
     seen, states = memory
     conv, decay, bias, norm = weights
     convolved = torch.empty((len(x), num_heads * channels), dtype=torch.float32, device=x.device)

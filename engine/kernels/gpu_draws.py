@@ -23,7 +23,7 @@ C5, C4, C3, C2, C1, C0 = (tl.constexpr(value) for value in weight_constants.COEF
 
 @triton.jit
 def ordered_key(logits, SPARE: tl.constexpr):
-    """Return an int32 key in the order of the logits, float32; NaN is above all."""
+    """Return int32 keys in the order of the float32 logits; NaN is above all. SPARE: of SPARE_BITS."""
     bits = logits.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     key = tl.where(bits < 0, -size, size)
@@ -32,7 +32,7 @@ def ordered_key(logits, SPARE: tl.constexpr):
 
 @triton.jit
 def logit_of(key, SPARE: tl.constexpr):
-    """Return the logit, float32, that has the key."""
+    """Return the float32 logit whose `ordered_key` this is."""
     key = key << SPARE
     return tl.where(key < 0, (-key) | SIGN, key).to(tl.float32, bitcast=True)
 
@@ -42,9 +42,8 @@ def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Load a tile's token ids and logits, float32; minus infinity past the vocabulary's end."""
     ids = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
-    if (
-        logits.dtype == tl.bfloat16
-    ):  # by its bits: the interpreter converts the smallest numbers wrongly
+    # bfloat16 is converted by its bits: Triton's interpreter converts its smallest numbers wrongly
+    if logits.dtype == tl.bfloat16:
         bits = logits.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return ids, bits.to(tl.float32, bitcast=True)
     return ids, logits.to(tl.float32)
@@ -52,7 +51,7 @@ def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def weigh(logits, highest, rate, least):
-    """Return the weights of `weigh` of engine/sampling/draws.py, and 0 below `least`."""
+    """Return the weights that `weigh` of engine/sampling/draws.py returns, with 0 for those below `least`."""
     exponents = tl.maximum((logits - highest) * rate, LOWEST_EXPONENT).to(tl.int32)
     mantissas = ((exponents & MANTISSA) | ONE).to(tl.float32, bitcast=True)
     powers = (mantissas * C5 + C4) * mantissas + C3
@@ -66,7 +65,7 @@ def weigh(logits, highest, rate, least):
 
 @triton.jit
 def target(total, seed, position, sample_index):
-    """Return the goal of a row's draw: `target` of engine/sampling/draws.py."""
+    """Return the goal of a row's draw, as `target` of engine/sampling/draws.py does."""
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
     word, _, _, _ = tl.philox(
         seed, low, high, sample_index.to(tl.int32), tl.zeros([], tl.int32), 10

@@ -29,7 +29,7 @@ assumed = HOPPER
 
 
 def kind_of(device: torch.device) -> GpuKind:
-    """Return the kind of a GPU."""
+    """Return the kind of a GPU; `assumed` for a device that is none."""
     return _kind_of(device) if device.type == "cuda" else assumed
 
 

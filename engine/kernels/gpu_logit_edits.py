@@ -20,7 +20,7 @@ COLUMNS = tl.constexpr(10)
 
 @triton.jit
 def as_float32(values):
-    """Convert bfloat16 by its bits: the interpreter converts the smallest numbers wrongly."""
+    """Convert to float32; bfloat16 by its bits, as Triton's interpreter converts its smallest numbers wrongly."""
     if values.dtype == tl.bfloat16:
         return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
@@ -31,7 +31,7 @@ def copy_allowed(
     out_row_ptr, row_ptr, masks_ptr, mask, num_words, COPIES: tl.constexpr, VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy the row, in float32, with minus infinity where its mask, if any, has no 1."""
+    """Write minus infinity where the row's mask, if any, has a 0. With COPIES, copy the other logits in float32."""
     for start in range(0, VOCAB, TILE):
         ids = start + tl.arange(0, TILE)
         allowed = ids < VOCAB
@@ -51,7 +51,7 @@ def copy_allowed(
 def penalize(
     out_row_ptr, counted_ptr, penalties_ptr, start, end, last, TILE: tl.constexpr
 ):  # fmt: skip
-    """Apply penalties; the pending token counts once more, and token -1 stands for it if it has no entry."""
+    """Apply penalties. The pending token counts once more; if it has no entry, the entry of token -1 serves for it."""
     has_own = tl.zeros([], tl.int32)
     if last >= 0:
         for begin in range(start, end, TILE):
@@ -91,7 +91,7 @@ def edit_kernel(
     row_stride, out_stride,
     ADDS: tl.constexpr, COPIES: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). ADDS: to some rows numbers are added; COPIES: the edited logits lie elsewhere."""
+    """Program (row). ADDS: numbers are added to some row. COPIES: the edited logits go to another tensor."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(of_packed(packed_ptr, 0, tl.int32) + row)
     row_ptr, out_row_ptr = logits_ptr + row * row_stride, out_ptr + row * out_stride
@@ -143,7 +143,7 @@ def edit_logits(logits: Tensor, edits: Any, sampled: Tensor | None, *, tile: int
     """Return the edited logits, in float32 if numbers are added to any row.
 
     logits: [rows, vocabulary] of any floating dtype, which are changed.  edits: LogitEdits.
-    sampled: [any] int64, which the second column of edits.pending counts.
+    sampled: [any] int64; the second column of edits.pending has indices into it.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -155,8 +155,10 @@ def edit_logits(logits: Tensor, edits: Any, sampled: Tensor | None, *, tile: int
         out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
     arrays, num_words = _arrays(num_rows, edits)
     packed = upload_packed(arrays, logits.device)
+    if sampled is None:
+        sampled = packed.view(torch.int64)  # the kernel takes a pointer, and does not read it
     edit_kernel[(num_rows,)](
-        out, logits, packed, packed.view(torch.int64) if sampled is None else sampled,
+        out, logits, packed, sampled,
         *starts(array.nbytes for array in arrays)[1:-1], num_words, logits.stride(0), out.stride(0),
         ADDS=adds, COPIES=copies, VOCAB=vocab_size, TILE=tile,
         num_warps=8, enable_fp_fusion=False,  # products and sums round by themselves, as in torch
@@ -165,7 +167,7 @@ def edit_logits(logits: Tensor, edits: Any, sampled: Tensor | None, *, tile: int
 
 
 def _arrays(num_rows: int, edits: Any) -> tuple[list[NDArray[Any]], int]:
-    """Return the kernel's arrays in the order of its arguments, and the words of a mask."""
+    """Return the kernel's arrays in the order of its arguments, and the number of words in a mask."""
     place_of_row = np.full(num_rows, -1, np.int32)
     place_of_row[edits.rows] = np.arange(len(edits.rows))
     table = np.zeros((len(edits.rows), COLUMNS.value), np.int32)
@@ -175,9 +177,10 @@ def _arrays(num_rows: int, edits: Any) -> tuple[list[NDArray[Any]], int]:
     penalties = np.zeros((len(edits.rows), 3), np.float32)
     penalties[edits.penalized] = edits.penalties
     behind = edits.banned_behind
-    for column, each in ((BANNED, edits.banned), (BEHIND, behind), (BIASED, edits.biased)):
-        bounds = np.searchsorted(each[:, 0], np.arange(len(table) + 1))
-        table[:, column.value], table[:, column.value + 1] = bounds[:-1], bounds[1:]
+    for column, entries in ((BANNED, edits.banned), (BEHIND, behind), (BIASED, edits.biased)):
+        bounds = np.searchsorted(entries[:, 0], np.arange(len(table) + 1))
+        table[:, column.value] = bounds[:-1]
+        table[:, column.value + 1] = bounds[1:]
     ends = np.cumsum(edits.num_counted)
     table[edits.penalized, COUNTED.value] = ends - edits.num_counted
     table[edits.penalized, COUNTED.value + 1] = ends

@@ -1,6 +1,6 @@
 """The sampler as Triton kernels: two launches for a batch, whatever its parameters, and no wait for the device.
 
-It chooses the tokens of engine/sampling/sampler.py: both sum the same integer weights, so no order of tiles or
+It chooses the same tokens as engine/sampling/sampler.py: both sum the same integer weights, so no order of tiles or
 threads can move a choice. The pair can be recorded in a CUDA graph.
 
 A row of logits is read once for tile maxima, once to be drawn, once with top_p, and up to 9 times for the
@@ -41,9 +41,10 @@ def find_threshold(
     row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, is_count,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Find the highest key that reaches the goal with all above it, and the sum of those above.
+    """Return the highest key whose tokens reach the goal together with all tokens above, and the sum of those above.
 
-    The goal is tokens if `is_count`, else weight. If all miss it, the key is that of minus infinity.
+    The goal is a number of tokens if `is_count`, else a weight. If all tokens together miss it, the key is that of
+    minus infinity.
     """
     # below this all weights are 0; a step lower, as the sum is rounded
     lightest = ordered_key(highest + 1.01 * LOWEST_EXPONENT / rate, 0) - 1
@@ -96,7 +97,10 @@ def last_id_of_equals(
     row_ptr, maxima_ptr, key, room, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
     SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Return the token id of the room-th token with the key; the vocabulary's size if all have room."""
+    """Return the id of the last token that stays of those with the key, if `room` of them stay.
+
+    The vocabulary's size, if there are no more than `room`.
+    """
     seen = tl.zeros([], tl.int64)
     last_id = VOCAB + tl.zeros([], tl.int32)
     for tile in tl.range(0, TILES):
@@ -111,7 +115,10 @@ def last_id_of_equals(
 
 @triton.jit
 def staying_weights(logits, ids, highest, rate, least, lowest, last_id):
-    """Return weights, 0 beyond the cut: logits above `lowest` stay, and its equals up to token `last_id`."""
+    """Return the weights of the tokens that stay, 0 for the others.
+
+    Tokens stay whose logits are above `lowest`, and those with equal logits up to token `last_id`.
+    """
     stays = (logits > lowest) | ((logits == lowest) & (ids <= last_id))
     return tl.where(stays, weigh(logits, highest, rate, least), 0)
 
@@ -122,11 +129,11 @@ def sum_tiles(
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
     SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Sum each tile's weights that stay, [TILES_PAD] int64."""
+    """Return the sum of each tile's weights, without those that are cut: [TILES_PAD] int64."""
     places = tl.arange(0, TILES_PAD)
     sums = tl.zeros([TILES_PAD], tl.int64)
     lowest_key = ordered_key(lowest, SPARE)
-    if lowest == float("-inf"):  # all tiles, so that those to come are loaded ahead
+    if lowest == float("-inf"):  # no tile is skipped, so that the next ones are loaded ahead
         for tile in tl.range(0, TILES, num_stages=3):
             _, logits = load_tile(row_ptr, tile, VOCAB, TILE)
             sums = tl.where(places == tile, tl.sum(weigh(logits, highest, rate, least), 0), sums)
@@ -141,7 +148,7 @@ def sum_tiles(
 
 @triton.jit
 def share(total, top_p):
-    """Return the share as in engine/sampling/sampler.py."""
+    """Return floor(top_p total), 1 at least, in the integers that `share` of engine/sampling/sampler.py uses."""
     fraction = (top_p * 2147483648.0).to(tl.int64)
     return tl.maximum(fraction * (total >> 31) + ((fraction * (total & 0x7FFFFFFF)) >> 31), 1)
 
@@ -164,7 +171,7 @@ def choose_token_kernel(
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PAD: tl.constexpr, TILE: tl.constexpr,
     SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row): choose the row's token."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     maxima_ptr += row * TILES
@@ -231,7 +238,10 @@ def choose_token_kernel(
 
 
 def max_warps(kind: GpuKind) -> int:
-    """Return the most warps of a program. With 16 a thread has 128 registers, and sm_120 needs a few more."""
+    """Return the most warps that a program may have.
+
+    With 16 warps a thread has 128 registers, and on sm_120 the kernel needs a few more.
+    """
     return 8 if kind.major == 12 else 16
 
 
@@ -240,7 +250,8 @@ def choose_tokens(
 ) -> Tensor:
     """Choose one token for each row: [rows] int64, -1 where there is none to choose.
 
-    logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  chosen: a tensor for the tokens.
+    logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.
+    values: the fields of SamplingRows, in their order.  chosen: a tensor to write the tokens to.
     """
     num_rows, vocab_size = logits.shape
     if chosen is None:

@@ -15,7 +15,7 @@ TILE = 512  # rows, or entries of block tables, at once
 
 @triton.jit
 def of_packed(packed_ptr, offset, dtype: tl.constexpr):
-    """Return the array that begins so many bytes in."""
+    """Return a pointer to the array that begins `offset` bytes in."""
     return (packed_ptr + offset).to(tl.pointer_type(dtype))
 
 
@@ -32,7 +32,7 @@ def write_rows_kernel(
     num_rows, num_blocks, num_ordered, wide_pitch, narrow_pitch,
     WIDE: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 writes rows and order, each other one TILE entries of the block tables."""
+    """Program 0 writes rows and order. Each other program writes TILE entries of the block tables."""
     program = tl.program_id(0)
     if program == 0:
         rows_ptr = of_packed(packed_ptr, rows_at, tl.int64)
@@ -74,14 +74,16 @@ def write_rows(
     writes: Sequence[NDArray[Any]],
     sampled: Tensor | None,
 ) -> None:
-    """Write rows in one launch, by RowMemory and RowWrites of engine/attention/decode_state.py."""
+    """Write rows in one launch. memory, writes: RowMemory and RowWrites of engine/attention/decode_state.py."""
     wide, narrow, block_tables, _ = memory
     new_rows, _, _, sampled_at, _, block_ids, new_order = writes
     assert block_tables.is_contiguous()
     assert wide.stride(1) == narrow.stride(1) == 1
     assert sampled is not None or (sampled_at < 0).all()
+    if sampled is None:
+        sampled = wide  # the kernel takes a pointer, and does not read it
     write_rows_kernel[(1 + triton.cdiv(len(block_ids), TILE),)](
-        upload_packed(writes, wide.device), wide if sampled is None else sampled, *memory,
+        upload_packed(writes, wide.device), sampled, *memory,
         *starts(array.nbytes for array in writes)[:-1],
         len(new_rows), len(block_ids), len(new_order), wide.stride(0), narrow.stride(0),
         WIDE=len(wide), NARROW=len(narrow), TILE=TILE,

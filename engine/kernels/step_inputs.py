@@ -1,4 +1,8 @@
-"""Inputs of a step from the one before: of a recorded decode step, and tokens of a step that still runs."""
+"""Makes a step's inputs on the device, from what the step before leaves there.
+
+`advance_rows` makes all inputs of a recorded decode step. `fill_pending` fills in tokens that were not sampled yet when
+the step's inputs were made on the host.
+"""
 
 from collections.abc import Sequence
 
@@ -17,7 +21,7 @@ def advance_kernel(
     num_rows, table_stride,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program advances ROWS rows."""
+    """One program makes the next step's inputs for ROWS rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     next_position = tl.load(next_positions_ptr + row, mask=inside, other=-1)
@@ -44,7 +48,10 @@ def advance_rows(
     *,
     block_size: int,
 ) -> None:
-    """Advance all rows in one launch; shapes and dtypes are DecodeState's. outputs: in the kernel's order."""
+    """Make the next decode step's inputs for all rows in one launch.
+
+    Shapes and dtypes are those of DecodeState. outputs: the tensors to write, in the kernel's order.
+    """
     num_rows = len(next_positions)
     assert block_tables.stride(1) == 1
     advance_kernel[(triton.cdiv(num_rows, ROWS),)](
@@ -57,7 +64,7 @@ def advance_rows(
 def fill_pending_kernel(
     token_ids_ptr, rows_ptr, sampled_ptr, places_ptr, num_pending, TILE: tl.constexpr
 ):  # fmt: skip
-    """One program fills TILE rows."""
+    """One program fills TILE pending rows with their sampled tokens."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < num_pending
     row = tl.load(rows_ptr + at, mask=inside, other=0)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 Arrays = Sequence[NDArray[Any]]
 
-# Bytes: enough for any dtype and for vectorised kernels. Triton compiles one anew for pointers to less.
+# Bytes: enough for any dtype and for vectorised kernels. Triton compiles a kernel anew for less aligned pointers.
 ALIGNMENT = 16
 
 
 def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """Upload arrays in one transfer without waiting; on a CPU the tensors share their memory."""
+    """Upload arrays in one transfer without waiting; on a CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     return upload_aligned(arrays, device)
@@ -28,7 +28,7 @@ def upload_aligned(arrays: Arrays, device: torch.device) -> list[Tensor]:
 
 
 def upload_packed(arrays: Arrays, device: torch.device) -> Tensor:
-    """Upload the packed arrays; the host does not wait."""
+    """Pack the arrays, and upload them in one transfer; the host does not wait."""
     # torch keeps a pinned block until the copies that were queued from it are done
     return pack(arrays, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -44,7 +44,7 @@ def pack(arrays: Arrays, *, pin_memory: bool) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: Arrays) -> list[Tensor]:
-    """Return views of the arrays that `pack` packed, or of arrays of their sizes."""
+    """Return views of the arrays in what `pack` returned. arrays: these, or others of their shapes and dtypes."""
     return [
         packed[start : start + array.nbytes]
         .view(torch.from_numpy(array[:0]).dtype)
@@ -54,5 +54,5 @@ def unpack(packed: Tensor, arrays: Arrays) -> list[Tensor]:
 
 
 def starts(sizes: Iterable[int]) -> list[int]:
-    """Return where arrays of these many bytes begin, one after another, and where the last one ends."""
+    """Return where arrays of these sizes in bytes begin, one after another, and where the last one ends."""
     return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]

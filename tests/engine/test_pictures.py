@@ -91,8 +91,8 @@ def test_equal_pictures_are_looked_at_once(
     references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(config_of(references("llava").folder, "whole")) as engine:
-        assert engine._looking is not None
-        tower, seen = engine._looking._tower, []
+        assert engine._picture_queue is not None
+        tower, seen = engine._picture_queue._tower, []
         compute = tower._compute
         monkeypatch.setattr(tower, "_compute", lambda **inputs: seen.append(1) or compute(**inputs))
         engine.generate([[picture(7), f"number {i}", picture(8)] for i in range(5)], GREEDY)
@@ -105,8 +105,8 @@ def test_texts_go_on_and_a_broken_picture_costs_its_request(
 ) -> None:
     reference = references("llava")
     with Engine(config_of(reference.folder, "whole")) as engine:
-        assert engine._looking is not None
-        tower = engine._looking._tower
+        assert engine._picture_queue is not None
+        tower = engine._picture_queue._tower
         compute, num_calls = tower._compute, []
 
         def broken(**inputs: Any) -> Any:

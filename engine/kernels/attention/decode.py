@@ -3,7 +3,7 @@
 A program takes splits of one sequence for all query heads of one KV head, so that keys and values are read
 once; the program that ends last merges them. Splits depend on the context's own length and are merged in order:
 a row has the same bits in every batch, unless it begins with a prefix that is read once for several rows. Then the
-splits of that prefix are computed before (`prefix`), and are merged with those of the row's own tokens.
+module `prefix` computes that prefix's splits first, and they are merged with those of the row's own tokens.
 Sources: arXiv:2309.06180; Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
@@ -54,8 +54,8 @@ class DecodeRows:
 
     rows: [decodes] int32, each one's row in the queries.  context_lens: [decodes] int32, the new token
     included; 0 marks padding, which reads nothing and gets zeros.  block_tables: [decodes, blocks] int32.
-    max_context_len: at least the longest of them, on the host.
-    order: [decodes] int32, a permutation, which of them start first; None: as they stand.
+    max_context_len: at least the longest context, on the host.
+    order: [decodes] int32, the order in which the sequences start; None: that in which they stand here.
     prefixes: those that layers without window and chunk read once for several rows; None: there are none.
     """
 
@@ -79,7 +79,7 @@ def decode_kernel(
     TILE: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     MERGED_SPLITS: tl.constexpr, HEADS_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, sequence, first split): takes every n-th split, n splits being in the grid."""
+    """Program (KV head, sequence, first split): takes every n-th split, n being the size of the grid's third axis."""
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     first_split = tl.program_id(2)
@@ -90,7 +90,7 @@ def decode_kernel(
     first = first_seen(context_len - 1, WINDOW, CHUNK)
     num_prefix_splits = 0
     if begins_ptr is not None:
-        first = tl.load(begins_ptr + seq)  # neither a window nor chunks are here
+        first = tl.load(begins_ptr + seq)  # such a layer has no window and no chunks
         num_prefix_splits = count_prefix_splits(first)
     length = split_length(context_len - first, SPLIT, MAX_SPLITS, TILE)
     # padding has one split, of no tokens
@@ -137,9 +137,8 @@ def decode_kernel(
         if value_scales_ptr is not None:
             result *= tl.load(value_scales_ptr + kv_head)
         if num_splits + num_prefix_splits == 1:
-            row = tl.load(rows_ptr + seq).to(
-                tl.int64
-            )  # again: held through the loop, it takes registers
+            # loaded again: kept through the loop, it would take registers
+            row = tl.load(rows_ptr + seq).to(tl.int64)
             places = out_ptr + row * (HEADS * HEAD_DIM) + head_places
             tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
         else:
@@ -169,7 +168,10 @@ def merge_splits(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     MAX_SPLITS: tl.constexpr, HEADS_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh one group's splits by their softmax sums. first_part: its first head in split 0."""
+    """Add up the splits' results for one group of heads, weighed by their softmax sums.
+
+    first_part: where the group's first head has its result of split 0.
+    """
     head = tl.arange(0, HEADS_PAD)
     every, all_used = locate_parts(
         tl.arange(0, MAX_SPLITS), head, first_part, num_splits, HEADS, GROUP
@@ -238,9 +240,10 @@ def decode_attention(
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
-    arrived: at least decodes * kv_heads int32, zero before and after; no other running launch may have it.
+    arrived: counters, at least decodes * kv_heads int32, zero before and after. No other launch may use them meanwhile.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks, slopes: [heads] float32, contiguous.
-    num_programs: of each sequence and KV head; the result is the same with any.  split_tokens: least of a split.
+    num_programs: how many programs share the splits of a sequence and KV head; the result does not depend on it.
+    split_tokens: the fewest tokens of a split.
     The splits' results take decodes * splits * heads * head_dim * 4 bytes, in float32.
     """
     key_cache, value_cache, scales = cache

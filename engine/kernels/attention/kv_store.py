@@ -10,9 +10,9 @@ from engine.kernels.attention.kv_tile import Cache
 
 @triton.jit
 def as_stored(x, scales_ptr, head, inside, dtype: tl.constexpr):
-    """Convert x to the cache's dtype, with scales to the nearest FP8 numbers. NaN stays.
+    """Convert x to the cache's dtype: with scales, to the nearest FP8 numbers. NaN stays NaN.
 
-    head: each number's, where it is `inside`.
+    head: the head of each number.  inside: the numbers that have one.
     """
     if scales_ptr is not None:
         x = x.to(tl.float32) / tl.load(scales_ptr + head, mask=inside, other=1.0)

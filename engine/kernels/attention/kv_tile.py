@@ -1,6 +1,6 @@
 """Tiles of paged keys and values, folded into a running softmax by both attention kernels.
 
-WINDOW, CHUNK and SOFT_CAP (in base 2) are AttentionFeatures': compiled in, None without.
+WINDOW, CHUNK and SOFT_CAP (in base 2) are fields of AttentionFeatures. They are compiled in; None if a layer has none.
 """
 
 import triton
@@ -64,11 +64,12 @@ def cap_scores(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def narrow_queries(queries, log2_scale):
-    """Return queries for FP8 keys, in float16 if they were bfloat16, and the scale of their scores, [queries, 1] then.
+    """Return queries for FP8 keys, and the scale of their scores.
 
-    A GPU turns two FP8 numbers into float16 by one instruction, into bfloat16 by three. float16 has the mantissa of
-    bfloat16 and a smaller range, so each query is multiplied by a power of two: its largest number is 2**12 to 2**13.
-    A query has a factor of its own, so that none depends on the others of its tile.
+    Queries in bfloat16 become float16, and each gets a scale of its own, [queries, 1]; others stay as they are.
+    A GPU turns two FP8 numbers into float16 by one instruction, into bfloat16 by three. float16 holds the mantissa of
+    bfloat16, but a smaller range, so each query is multiplied by a power of two: its largest number is 2**12 to 2**13.
+    A query has a factor of its own, so that its result does not depend on the other queries of its tile.
     """
     if queries.dtype == tl.bfloat16:
         largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
@@ -82,7 +83,7 @@ def narrow_queries(queries, log2_scale):
 
 @triton.jit
 def load_block_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
-    """Load the block of each of `tokens` that is before `end`, 0 for the others."""
+    """Return the block id of each of `tokens`; 0 for tokens from `end` on."""
     return tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
@@ -152,14 +153,17 @@ def fold_tiles(
 
 
 def base2_cap(soft_cap: float | None) -> float | None:
-    """Convert a layer's soft cap to the kernels' SOFT_CAP."""
+    """Convert a layer's soft cap to the kernels' SOFT_CAP, which is in base 2."""
     return None if soft_cap is None else soft_cap * LOG2_E.value
 
 
 def tile_tokens(dim_pad: int, itemsize: int, tile_bytes: int) -> int:
-    """Return a tile's tokens, 16 to 128: tile_bytes of keys; 16 for float32, whose larger tiles spill on sm_90."""
+    """Return how many tokens a tile has, 16 to 128, so that its keys take tile_bytes.
+
+    In float32 it is always 16: larger tiles spill registers on sm_90.
+    """
     if INTERPRETED:
-        return 128  # it pays by the operation, not by the byte
+        return 128  # the interpreter takes its time for each operation, whatever its size
     if itemsize == 4:
         return DOT_MIN
     return min(max(tile_bytes // (dim_pad * itemsize), DOT_MIN), 128)

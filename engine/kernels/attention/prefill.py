@@ -1,4 +1,4 @@
-"""Causal attention in Triton of prompts, or of a prompt's next chunk, to all before it in the paged cache.
+"""Causal attention of prompts, or of a prompt's next chunk, to themselves and all tokens before in the paged cache.
 
 Source: FlashAttention-2, arXiv:2307.08691, over the blocks of PagedAttention, arXiv:2309.06180.
 """
@@ -80,13 +80,12 @@ def prefill_kernel(
     first_token = context_len - num_queries + tile_start
     last_seen = context_len - num_queries + query
     end = tl.minimum(first_token + QUERY_TILE, context_len)
-    begin = (
-        0  # tiles count from the first token that any query sees, so that none before it is read
-    )
+    # tiles count from the first token that any query sees, so that no token before it is read
+    begin = 0
     begin_of_unmasked = 0
     first_seens = None
     if WINDOW is not None or CHUNK is not None:
-        # rows past the last query see what it sees: not nothing
+        # rows past the last query see what that query sees, because a row has to see some token
         first_seens = first_seen(tl.minimum(last_seen, context_len - 1), WINDOW, CHUNK)
         begin = first_seen(first_token, WINDOW, CHUNK)
         begin_of_unmasked = begin + tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE) * TILE
@@ -96,7 +95,7 @@ def prefill_kernel(
     values_ptr += kv_head * HEAD_DIM
     if key_scales_ptr is not None:
         log2_scale *= tl.load(key_scales_ptr + kv_head)
-        if DIM_PAD <= 128:  # wider heads spill then on Hopper
+        if DIM_PAD <= 128:  # with wider heads this spills registers on Hopper
             queries, log2_scale = narrow_queries(queries, log2_scale)
     tables_ptr += seq * table_stride
 
@@ -135,7 +134,7 @@ def prefill_kernel(
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """How a program works. tile: the tokens of keys and values that it reads at once."""
+    """The size of a program. tile: how many tokens' keys and values it reads at once."""
 
     tile: int
     num_warps: int
@@ -154,7 +153,7 @@ def prefill_shape(dim_pad: int, itemsize: int, gpu: GpuKind) -> PrefillShape:
         num_stages = 1 if is_small and dim_pad > 128 else 2
         return PrefillShape(tile, num_warps=16, num_stages=num_stages, max_registers=128)
 
-    # The accumulator, 64 * head_dim float32, takes 64 registers of each of 128 threads at 128.
+    # The accumulator has 64 * head_dim numbers in float32. With heads of 128, each of 128 threads has 64 of them.
     num_warps = 8 if dim_pad > 128 or (dim_pad == 128 and gpu.has_tensor_memory) else 4
     if is_small and not INTERPRETED:
         tile = max(tile // 2, DOT_MIN)

@@ -1,8 +1,8 @@
 """Attention of decoding sequences to a prefix that they have in common, which is read once for a tile of them.
 
 A program takes a part of a prefix and one KV head. Its queries are those of all heads in the KV head's group, of as
-many sequences as fill a tile, so that products of matrices are as large as a prompt's. What it finds are splits like
-those of the decode kernel, which goes on behind the prefix and merges all of them.
+many sequences as fill a tile, so that products of matrices are as large as a prompt's. Its results are splits like
+those of the decode kernel, which then computes the splits behind the prefix, and merges all.
 Sources: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html; Hydragen, arXiv:2402.05099.
 """
 
@@ -43,8 +43,9 @@ class PrefixRows:
     """The prefixes that sequences of a step have in common, as tensors on the device.
 
     begins: [decodes] int32, the tokens of each sequence's prefix, fewer than its context; 0 for one without.
-    members: [tiles, seqs of a tile] int32, at least one sequence with one prefix, then -1. A power of two fills a tile.
-    num_tiles: [1] int32, how many of the tiles there are; what lies behind them is stale.
+    members: [tiles, seqs of a tile] int32, the sequences of each tile, which share one prefix: at least one, then -1.
+        The size of a tile is a power of two.
+    num_tiles: [1] int32, how many of the tiles are in use; those behind them are stale.
     num_programs: how many programs a launch has, for all KV heads.
     """
 
@@ -56,7 +57,7 @@ class PrefixRows:
 
 @triton.jit
 def count_prefix_splits(num_tokens):
-    """Return how many splits a prefix of so many tokens has."""
+    """Return how many splits a prefix of num_tokens has."""
     return tl.cdiv(num_tokens, split_length(num_tokens, _SPLIT, _MAX_SPLITS, _TILE))
 
 
@@ -69,7 +70,10 @@ def prefix_kernel(
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr,
     TILE: tl.constexpr, TILE_SEQS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, first item): takes every n-th split of a tile, n being in the grid."""
+    """Program (KV head, first item): takes every n-th item, n being the size of the grid's second axis.
+
+    An item is one split of one tile.
+    """
     kv_head = tl.program_id(0)
     keys_ptr += kv_head * HEAD_DIM
     values_ptr += kv_head * HEAD_DIM

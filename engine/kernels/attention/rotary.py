@@ -18,9 +18,10 @@ def rotate_heads(
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the heads of some tokens; pairs are (i, i + HALF), numbers behind them stay.
+    """Normalise (with NORM) and rotate the heads of some tokens.
 
-    token, place: [tokens, 1, 1], rows of x and of the output.  wanted: [tokens, 1, 1], no other row is touched.
+    Pairs are (i, i + HALF); numbers behind the pairs are not rotated.
+    token, place: [tokens, 1, 1], rows of x and of the output.  wanted: [tokens, 1, 1], whether to compute a row at all.
     cos, sin: [tokens, 1, HALF_PAD].  scales_ptr: of the heads, where the output holds FP8 numbers.
     """
     head = tl.arange(0, HEADS_PAD)[None, :, None]
@@ -124,14 +125,16 @@ def norm_rotate_and_store(
     assert value_cache.is_contiguous()
     cos, sin = rotation
     assert cos.stride() == sin.stride()
-    query_weight, key_weight = norms or (query, key)  # not read without norms
+    query_weight, key_weight = norms or (
+        query,
+        key,
+    )  # the kernel takes pointers, not read without norms
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     half = cos.shape[-1] // 2
     heads_pad, half_pad = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     rest_pad = triton.next_power_of_2(max(head_dim - 2 * half, 1))
-    pairs = heads_pad * max(
-        half_pad, rest_pad // 2
-    )  # of a token, those that only stay counted with them
+    # the pairs of a token; numbers that are not rotated count as pairs too
+    pairs = heads_pad * max(half_pad, rest_pad // 2)
     tokens = max(1, 1024 // pairs)
     norm_rotate_store_kernel[(triton.cdiv(len(query), tokens),)](
         query_out, key_cache, value_cache, query, key, value, query_weight, key_weight, cos, sin,

@@ -23,11 +23,11 @@ def find_shared_prefixes(
     tile: int,
     least_queries: int,
 ) -> list[SharedPrefix]:
-    """Find the prefixes that together spare most, one at most for a sequence. Source: arXiv:2402.05099.
+    """Find the prefixes that together spare the most reads, at most one for a sequence. Source: arXiv:2402.05099.
 
-    block_tables: [seqs, max_blocks].  lens_before: [seqs], tokens before each one's first query; no other
-    is shared.  query_lens: [seqs], 0 for one that is left out.  tile: num_tokens is a multiple of it.
-    least_queries: of the members of a prefix; with fewer, reading it once is no gain.
+    block_tables: [seqs, max_blocks].  lens_before: [seqs], tokens before each sequence's first query; only
+    these are shared.  query_lens: [seqs], 0 for a sequence that is left out.  tile: num_tokens is a multiple of it.
+    least_queries: the fewest queries that a prefix's members have together; with fewer, reading it once is no gain.
     """
     found = []
     long_enough = np.flatnonzero((lens_before >= tile) & (query_lens > 0))

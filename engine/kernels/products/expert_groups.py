@@ -15,12 +15,12 @@ def choose_kernel(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_PAD: tl.constexpr,
     NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token)."""
+    """Program (token): choose the token's experts, and weigh them."""
     token = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, EXPERTS_PAD), tl.arange(0, CHOSEN_PAD)
     inside = experts < EXPERTS
     scores = tl.load(scores_ptr + token * EXPERTS + experts, mask=inside, other=0.0).to(tl.float32)
-    # a row of padding may hold anything, and still goes to experts that there are
+    # a row of padding may hold any scores, and still must get experts that exist
     scores = tl.minimum(tl.maximum(tl.where(scores == scores, scores, -LARGEST), -LARGEST), LARGEST)
     rest = tl.where(inside, scores, float("-inf"))
     highest = tl.max(rest, 0)
@@ -68,7 +68,8 @@ def group_kernel(
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
     """Return the weights, float32, and ids, int64, of each token's highest scores: [tokens, chosen].
 
-    scores: [tokens, experts], contiguous. The weights are their softmax, over the chosen if `normalised`.
+    scores: [tokens, experts], contiguous. The weights are the scores' softmax; if `normalised`, that of the chosen
+    scores alone.
     """
     assert scores.is_contiguous()
     num_tokens, num_experts = scores.shape
@@ -83,7 +84,7 @@ def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tupl
 
 
 def group_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make the fields of ExpertGroups, engine/layers/moe.py. chosen: [tokens, experts of a token] int64."""
+    """Return the fields of ExpertGroups of engine/layers/moe.py. chosen: [tokens, experts of a token] int64."""
     tokens, places = torch.empty_like(chosen), torch.empty_like(chosen)
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     group_kernel[(num_experts,)](

@@ -13,7 +13,7 @@ def find_tile(ends_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, 
     """Return the expert of a tile, its rows [ROWS] int64, and the row after the expert's last.
 
     Tiles of one expert follow each other, so that its weights are in the cache. Only the device knows how many rows
-    an expert has: each program finds its tile. A surplus one has expert EXPERTS, and no rows.
+    an expert has: each program finds its tile. A surplus program gets expert EXPERTS, and no rows.
     """
     experts = tl.arange(0, EXPERTS_PAD)
     ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
@@ -91,12 +91,12 @@ def grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """Return the most tiles that rows can take: each expert that has rows has one that may not be full."""
+    """Return the most tiles that rows can take: each expert with rows may have one tile that is not full."""
     return num_rows // tile_rows + min(num_experts, num_rows)
 
 
 def choose_tile(rows_per_expert: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return a program's rows, columns, depth and warps. Few rows get wide tiles of weights, as memory limits."""
+    """Return a program's rows, columns, depth and warps. Few rows get wide tiles of weights: memory is the limit."""
     few = rows_per_expert <= DOT_MIN
     if INTERPRETED:
         return DOT_MIN if few else 64, 64, 64, 4

@@ -110,7 +110,7 @@ def widen_kernel(
                     b_ptr + column[:, None] * num_ranks + done + rank[None, :],
                     mask=inside_columns[:, None] & inside_ranks[None, :], other=0.0,
                 )  # fmt: skip
-                narrow = narrow.to(dtype)  # as a product of its own has it
+                narrow = narrow.to(dtype)  # rounded, as a separate product x A^T would be
                 if WIDEN:
                     narrow, b = narrow.to(tl.float32), b.to(tl.float32)
                 acc = tl.dot(narrow, tl.trans(b), acc, input_precision="ieee")
@@ -123,7 +123,8 @@ def widen_kernel(
 def add_low_rank(y: Tensor, x: Tensor, sorted_rows: SortedRows, table: LayerTable) -> None:
     """Add what each row's adapter adds to a layer's output, in place.
 
-    x: [rows, in], y: [rows, out], of one dtype, contiguous in the last dimension; the matrices of adapters are too.
+    x: [rows, in], y: [rows, out], contiguous in the last dimension. The adapters' matrices are contiguous. All have one
+    dtype.
     """
     assert x.stride(1) == 1
     assert y.stride(1) == 1
@@ -152,7 +153,7 @@ def add_low_rank(y: Tensor, x: Tensor, sorted_rows: SortedRows, table: LayerTabl
 
 
 def choose_tile(num_rows: int, in_features: int) -> tuple[int, int]:
-    """Return the rows of a tile, and into how many parts x's columns are cut."""
+    """Return how many rows a tile has, and into how many parts x's columns are cut."""
     if num_rows > FEW_ROWS:
         return 64, 1
     return DOT_MIN, min(MOST_SPLITS, triton.cdiv(in_features, DEPTH))

@@ -16,7 +16,7 @@ FEW_ROWS = 64
 
 
 def block(kind: str, group: int) -> int | None:
-    """Return the columns that are unpacked together, a divisor of the group; None if there is no such number."""
+    """Return how many columns are unpacked together, a divisor of the group; None if there is no such number."""
     return next((size for size in BLOCKS if group % size == 0), None)
 
 
@@ -34,9 +34,10 @@ def multiply_packed(
 ):  # fmt: skip
     """Return x W^T of these rows and columns, [ROWS, COLUMNS] float32.
 
-    A weight is code - zero in the product, exactly, and the sum over DEPTH of them is multiplied by their scale. Where
-    DEPTH spans groups, weights are multiplied by their scales first: only powers of two, in bfloat16, which is exact.
-    TABLE: as `code_numbers` returns them. Threads of a warp hold them, and take them from each other.
+    The product takes a weight as code - zero, which is exact. The sum over DEPTH weights is multiplied by their scale.
+    Where DEPTH spans groups, each weight is multiplied by its scale first. That is exact too: such scales are powers of
+    two, in bfloat16.
+    TABLE: what `code_numbers` returns. The threads of a warp hold its numbers, and take them from each other.
     """
     PER_WORD: tl.constexpr = 4 if KIND == "int8" or KIND == "fp8" else 8
     depth, word = tl.arange(0, DEPTH), tl.arange(0, DEPTH // PER_WORD)
@@ -68,12 +69,12 @@ def multiply_packed(
         if TABLE is not None:
             weight = tl.gather(table, codes, 1)
         elif KIND == "fp8":
-            # e4m3's bits are those of a float16 with another bias: it is less by 2^8
+            # e4m3's bits are those of a float16 with another bias: read as float16, the number is 2^8 times too small
             bits = ((codes & 128) << 8) | ((codes & 127) << 7)
             weight = bits.to(tl.int16).to(tl.float16, bitcast=True)
             scale *= 256.0
         elif KIND == "fp4":
-            # e2m1's likewise: it is less by 2^14
+            # e2m1's bits likewise: read as float16, the number is 2^14 times too small
             bits = ((codes & 8) << 12) | ((codes & 7) << 9)
             weight = bits.to(tl.int16).to(tl.float16, bitcast=True)
             scale *= 16384.0
@@ -145,21 +146,24 @@ def packed_product(
 
 @cache
 def code_numbers(kind: str, dtype: torch.dtype) -> tuple[float, ...] | None:
-    """Return the numbers that the kernel looks up for a kind's codes, rounded; None if it computes with the codes."""
+    """Return the numbers that the kernel looks up for a kind's codes, rounded to dtype; None if it looks up none."""
     if kind == "fp4" or kind not in NUMBERS:
         return None
     return tuple(torch.tensor(NUMBERS[kind], dtype=dtype, device="cpu").tolist())
 
 
 def widest_block(x: Tensor, group: int, block: int, kind: str) -> int:
-    """Return the columns that are unpacked together: more than a group of them where their scales stay exact."""
+    """Return how many columns are unpacked together.
+
+    They span several groups for fp4 in bfloat16 only: its scales are powers of two, so that the products stay exact.
+    """
     if kind != "fp4" or x.dtype != torch.bfloat16:
         return block
     return next(size for size in (*BLOCKS, block) if x.shape[1] % size == 0 and size % group == 0)
 
 
 def choose_tile(num_rows: int, block: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Return a program's rows, columns, depth and warps. Few rows get many programs, as memory limits."""
+    """Return a program's rows, columns, depth and warps. Few rows get many programs, as memory is the limit then."""
     few = num_rows <= DOT_MIN
     if itemsize == 4:
         return DOT_MIN if few else 64, 64, DOT_MIN, 8
