@@ -79,8 +79,8 @@ class AdapterFolder:
     def find(self, requested: str) -> Adapter:
         """Return the adapter of a name, or of a name pinned to a fingerprint.
 
-        Raises UnknownAdapter if there is none, and AdapterRefused if its files are not usable. If a fingerprint is
-        asked for, and its files are not there now, it raises AdapterGone.
+        Raises UnknownAdapter if there is none, AdapterRefused if its files are not usable, and AdapterGone if the name
+        is pinned and the folder no longer holds the files with this fingerprint.
         """
         match = PINNED.fullmatch(requested)
         if match is not None:
@@ -163,9 +163,9 @@ class AdapterFolder:
 
 
 def _can_be_asked_for(name: str) -> bool:
-    """Whether this may be an adapter's name: a folder's that is not hidden, on one line, and not like a pinned one."""
-    is_folder = bool(name) and not name.startswith(".") and Path(name).name == name
-    return is_folder and name.isprintable() and PINNED.fullmatch(name) is None
+    """Whether this may be an adapter's name: the name of a visible folder, printable, and not in the pinned form."""
+    is_folder_name = bool(name) and not name.startswith(".") and Path(name).name == name
+    return is_folder_name and name.isprintable() and PINNED.fullmatch(name) is None
 
 
 def _state(path: Path) -> tuple[int, int, int]:

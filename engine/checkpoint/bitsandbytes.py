@@ -32,9 +32,9 @@ MAP_TOLERANCE = 1e-4  # versions have computed the numbers of nf4 in more than o
 
 @dataclass(frozen=True)
 class Nesting:
-    """How the magnitudes of blocks are quantized.
+    """How the largest magnitudes of a weight's blocks are themselves quantized.
 
-    block: magnitudes that share a scale. offset: a number that is added to each magnitude.
+    block: the number of magnitudes that share a scale. offset: a number that is added to each magnitude.
     """
 
     block: int
@@ -157,7 +157,7 @@ def open_four_bits(parts: Parts) -> tuple[FourBitCodes, BlockScales]:
 
 
 def _open_magnitudes(parts: Parts, state: QuantState) -> CheckpointTensor:
-    """Open the largest magnitude of each block."""
+    """Open the largest magnitude of each block: float32 numbers, or 8-bit codes with scales and a table."""
     num_blocks = -(-prod(state.shape) // state.block)
     nesting = state.nesting
     if nesting is None:
@@ -171,7 +171,7 @@ def _open_magnitudes(parts: Parts, state: QuantState) -> CheckpointTensor:
 
 
 def open_row_scales(parts: Parts, num_rows: int) -> RowScales:
-    """Open the scales of a module's int8 weight. Raises UnsupportedModel if it does not lie row after row."""
+    """Open the scales of a module's int8 weight. Raises UnsupportedModel if the weight is not stored row by row."""
     if parts.holds("weight_format"):
         tensor = parts.get("weight_format", ("U8",), ())
         weight_format = int(tensor.whole())

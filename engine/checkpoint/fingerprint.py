@@ -139,7 +139,7 @@ def _add(digest: blake2b, *fields: bytes) -> None:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each tensor of a safetensors file (name, type, shape), with a digest of its samples."""
+    """Yield a description (name, dtype, shape) and a digest of the samples of each tensor of a safetensors file."""
     entries = check_file(path)
     with path.open("rb") as file:
         for entry in entries:

@@ -18,9 +18,10 @@ BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a head. labels: in its order.
+    """The classes of a classification head. labels: the classes' names, in the order of the head's outputs.
 
-    is_exclusive: a text has one of several, by softmax; else each by a sigmoid. A single class has a plain number.
+    is_exclusive: a text has exactly one class, by softmax; otherwise a sigmoid decides on each class by itself. This
+    has no meaning for a head with a single class, whose output is used as a plain number.
     has_plain_relevance: a cross-encoder's number is given as it is, without a sigmoid.
     """
 

@@ -130,7 +130,7 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     for key in NAMES[name]:
         value = config.get(key)
         if value is not None:
-            # A list has one for each layer.
+            # A list has a size for each layer.
             return max(value) if isinstance(value, list) and value else value
     if default is None:
         raise KeyError(name)
@@ -194,7 +194,7 @@ def _check_values(read: ModelConfig, path: Path) -> None:
 
 
 def longrope_length(model: ModelConfig) -> int | None:
-    """Return the most tokens that the short rotary factors are for; None for a model with one set of factors.
+    """Return the length up to which the short rotary factors apply; None for a model with one set of factors.
 
     If longer sequences are possible, all sequences take the long factors.
     """

@@ -213,7 +213,7 @@ def _block(sizes: Any) -> tuple[int | None, int | None]:
 
 
 def _group_size(values: Mapping[str, Any]) -> int | None:
-    """Return the columns that share a scale; -1 and null mean all of them."""
+    """Return the number of columns that share a scale; None if group_size is -1 or null: all columns share one."""
     size = values.get("group_size")
     if size is None or size == -1:
         return None

@@ -62,7 +62,7 @@ class QuantizedTensor(CheckpointTensor):
 
     @property
     def packed_form(self) -> PackedForm | None:
-        """The form in which it may stay packed; None if its columns' groups are in no order."""
+        """The form in which the weight may stay packed; None if the columns of a group are not adjacent."""
         if self._group_of_column is not None:
             return None
         group = None if self._num_scales[1] == 1 else self._block[1]
@@ -77,7 +77,8 @@ class QuantizedTensor(CheckpointTensor):
     def packed_part(self, rows: slice, columns: slice, group: int | None) -> PackedPart:
         """Read these rows and columns, on the CPU. Raises DamagedWeights.
 
-        group: columns of the result that share a scale, a divisor of the stored group; None if a row has one scale.
+        group: the number of columns of the result that share a scale; None if each row has one scale. A stored group
+        must be a multiple of it.
         """
         scale = self._scale.whole()
         check_scales(self._scale, scale, self._kind)
@@ -96,7 +97,7 @@ class QuantizedTensor(CheckpointTensor):
             return PackedPart(codes, scales, None)
         shift = 0
         if codes.dtype == torch.int8:
-            shift = 1 << 7
+            shift = 1 << 7  # makes signed codes unsigned
             codes = (codes.to(torch.int16) + shift).to(torch.uint8)
         if isinstance(self._zero_points, int):
             zeros = torch.full(scales.shape, self._zero_points + shift, dtype=torch.uint8)
@@ -146,8 +147,12 @@ class QuantizedTensor(CheckpointTensor):
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
-    """Return the number of scales of a weight [out, in] in each dimension. block: of QuantizedTensor."""
-    return tuple(-(-total // (size or total)) for size, total in zip(block, shape, strict=True))
+    """Return the number of scales of a weight [out, in] in each dimension.
+
+    block: the rows and the columns that share a scale; None stands for a whole dimension.
+    """
+    sizes = [size or total for size, total in zip(block, shape, strict=True)]
+    return tuple(-(-total // size) for size, total in zip(sizes, shape, strict=True))
 
 
 def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class AttentionCall:
     """One call of the attention function.
 
-    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; values may be narrower or wider.
-    mask: made by the model from its own mask function, or None.  options: every other argument.
+    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; the dim of values may be another.
+    mask: what the model's own mask function made, or None.  options: every other argument.
     """
 
     module: nn.Module
@@ -244,7 +244,7 @@ class PagedAttention:
     ) -> None:
         """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
 
-        chosen: returns the tokens to attend to, if the model makes a mask of them and does not pass them on.
+        chosen: returns the tokens to attend to, for a model that chooses tokens and gives attention only a mask of them.
         """
         self._modules = [call.module for call in calls]
         self._slopes = [_slopes_of(call) for call in calls]

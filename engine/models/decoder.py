@@ -46,7 +46,7 @@ class DecoderParts:
 
 
 class DecoderAttention(WeightedModule):
-    """Self-attention. sinks: [this rank's heads] float32, None without."""
+    """Self-attention. sinks: [this rank's heads] float32; None in a model without attention sinks."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()

@@ -234,16 +234,18 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
 
     def kept(self, tp: TensorParallel, dtype: torch.dtype) -> Kept:
-        """Return what one rank keeps of a sequence: keys and values by attention layer, states. dtype: the model's."""
-        features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
-        delta_layers = [
-            (i, layer.delta.share(tp))
-            for i, layer in enumerate(self.layers)
-            if layer.delta is not None
-        ]
-        return Kept(
-            features, [state for i, heads in delta_layers for state in heads.states(i, dtype)]
-        )
+        """Return what one rank keeps of a sequence: each attention layer's features, and the delta layers' states.
+
+        dtype: the model's.
+        """
+        features = []
+        states = []
+        for index, layer in enumerate(self.layers):
+            if layer.delta is None:
+                features.append(self.attention(layer, tp))
+            else:
+                states += layer.delta.share(tp).states(index, dtype)
+        return Kept(features, states)
 
     def attention(self, layer: LayerConfig, tp: TensorParallel) -> AttentionFeatures:
         """Return the attention of a layer on one rank. Raises ConfigError."""

@@ -31,7 +31,8 @@ class PackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    activation = "none", ""  # or a key of ACTIVATIONS, to be computed of y if the weight is packed
+    #: "none", or a key of ACTIVATIONS that is applied to y as well. Only a packed weight may have one.
+    activation = "none", ""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()

@@ -30,9 +30,12 @@ SCAN = "mamba_selective_scan"  # transformers' function, which cannot begin at a
 
 
 class StateCache(Cache):
-    """A cache for mixers only: its layers hold the states of the part that is being computed.
+    """The cache that transformers' modules get, which holds only states of mixers, not keys and values.
 
-    Keys and values pass through it to the attention unchanged. mixers: those that `recording` has found.
+    Its layers hold the states of the part of a batch that is being computed. Keys and values pass through unchanged.
+
+    mixers and indexers: the modules that read or write the cache while `recording`. index_keys: the shape of a token's
+    index keys, by layer. all_index_keys: takes new index keys and a layer, and returns the keys of all tokens.
     """
 
     is_compileable = False
@@ -187,21 +190,23 @@ class Mixers:
         return {self._argument: self._cache}
 
     def end(self) -> None:
-        """Compute rows as they come from now on, without states."""
+        """Leave the batch: from now on the mixers compute without stored states."""
         self._step = None
         self._indexers.end()
         self._cache.layers.clear()
 
     def _wrap(self, mixer: nn.Module) -> None:
+        """Let the mixer compute the decodes of a batch together, and each other part from its own states."""
         compute = _with_scan(mixer, self._cache)
 
         def forward(*args: Any, **options: Any) -> Any:
             if self._step is None:
                 return compute(*args, **options)
             parts, pool = self._step
-            num_rows = next(
-                len(x[0]) for x in tree_flatten((args, options))[0] if isinstance(x, Tensor)
-            )
+
+            # The first tensor is the hidden states, [1, rows, hidden].
+            values, _form = tree_flatten((args, options))
+            num_rows = next(len(value[0]) for value in values if isinstance(value, Tensor))
             rows = _Rows(num_rows)
             num_decodes = len(parts.decodes)
             if num_decodes:

@@ -20,13 +20,13 @@ def put_in_place(model: nn.Module) -> None:
             _replace(module, FORWARDS[type(module).__name__])
 
 
-def plainest(model: nn.Module) -> str:
-    """Return which attention of transformers to compare with: not Falcon's "eager", which adds its slopes twice."""
-    return (
-        "sdpa"
-        if any(type(module).__name__ == "FalconAttention" for module in model.modules())
-        else "eager"
-    )
+def reference_attention(model: nn.Module) -> str:
+    """Return the name of transformers' attention to compare ours with.
+
+    It is "eager", except for Falcon, whose "eager" adds the ALiBi slopes twice.
+    """
+    names = {type(module).__name__ for module in model.modules()}
+    return "sdpa" if "FalconAttention" in names else "eager"
 
 
 def _replace(module: Any, ours: Callable[..., Any]) -> None:

@@ -97,17 +97,21 @@ def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) ->
 
 @dataclass
 class Recorded:
-    """A pass without attention: its attention calls, the modules called, and which gave hidden states, in order."""
+    """What a pass without attention did.
+
+    calls: its attention calls. called: all modules that ran. bodies: modules that returned hidden states and what each
+    returned, in the order in which they ended.
+    """
 
     calls: list[AttentionCall] = field(default_factory=list)
     called: set[nn.Module] = field(default_factory=set)
     bodies: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def equals(self, other: "Recorded") -> bool:
-        """Whether both passes attended to the same and gave the same, apart from rounding."""
+        """Whether both passes have equal queries, keys, values and last hidden states, apart from rounding."""
         return len(self.calls) == len(other.calls) and all(
-            one.shape == same.shape and (one - same).norm() <= ROUNDING * same.norm()
-            for one, same in zip(self._values(), other._values(), strict=True)
+            mine.shape == its.shape and (mine - its).norm() <= ROUNDING * its.norm()
+            for mine, its in zip(self._values(), other._values(), strict=True)
         )
 
     def _values(self) -> list[Tensor]:

@@ -45,7 +45,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def single_pass_class(architecture: str) -> Any:
-    """Return transformers' class. Raises UnsupportedModel for a name that transformers does not have."""
+    """Return transformers' class for an architecture. Raises UnsupportedModel if transformers has no such class."""
     import transformers
 
     kind: Any = getattr(transformers, architecture, None)
@@ -54,7 +54,7 @@ def single_pass_class(architecture: str) -> Any:
             f"{architecture} is no model of transformers {transformers.__version__}"
         )
     if not architecture.endswith((CLASSIFIES, "Model")):
-        kind = transformers.AutoModel  # for a language model: it leaves the head out
+        kind = transformers.AutoModel  # loads a language model without its head
     return kind
 
 
@@ -83,7 +83,7 @@ def load_single_pass(
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever transformers makes of what is in the files
+    except Exception as error:  # transformers may raise anything for damaged files
         problem = (
             f"transformers {transformers.__version__} cannot load {architecture}: {quoted(error)}"
         )
@@ -341,7 +341,7 @@ class SinglePass:
 
 
 class PackedAttention:
-    """Answers a model's attention calls over one row of texts: by a compiled kernel, or by torch a text at a time."""
+    """Answers a model's attention calls over one row of texts, by a compiled kernel or, text by text, by torch."""
 
     def __init__(self, calls: Sequence[AttentionCall]) -> None:
         """Raise UnsupportedModel for an attention that is not built."""

@@ -35,7 +35,7 @@ from engine.models.attention_calls import (
 )
 from engine.models.base import CausalModel, Kept, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
-from engine.models.own_attention import plainest, put_in_place
+from engine.models.own_attention import put_in_place, reference_attention
 from engine.models.own_positions import Recorded, find_positions, takes_positions, tell_positions
 from engine.models.served import nearest
 
@@ -114,7 +114,7 @@ class TransformersModel(CausalModel):
         self.attention.end()
         if self._mixers is not None:
             self._mixers.end()
-        with _attending(self.model, plainest(self.model)), _problems_named():
+        with _attending(self.model, reference_attention(self.model)), _problems_named():
             logits: Tensor = self.model(
                 input_ids=token_ids[None], use_cache=False, **inputs
             ).logits[0]
@@ -298,7 +298,7 @@ def _register() -> None:
 
 
 def _values_for(kind: Any, folder: Path) -> Any:
-    """Return the configuration for a class of transformers. Raises UnsupportedModel if config.json is another's."""
+    """Return config.json as a class of transformers takes it. Raises UnsupportedModel if it is for another class."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     try:
@@ -306,7 +306,7 @@ def _values_for(kind: Any, folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         text = values.get_text_config(decoder=True)
-    except Exception as error:  # whatever it makes of what is in the file
+    except Exception as error:  # transformers may raise anything for a damaged file
         problem = f"transformers cannot read config.json of this {kind.__name__}: {quoted(error)}"
         raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
@@ -315,7 +315,7 @@ def _values_for(kind: Any, folder: Path) -> Any:
     ):
         return values
     if isinstance(text, kind.config_class):
-        return text  # of a whole model, for its text part's class
+        return text  # the file describes a multimodal model, and `kind` is the class of its text part
     expected = kind.config_class.__name__
     held = type(values).__name__
     raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {held}")
