@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def pinned(self) -> str:
-        """Return the name with the fingerprint: only these files answer to it."""
+        """Return the name with the fingerprint, which is valid only while the files stay the same."""
         return f"{self.name}@{self.fingerprint}"
 
 
@@ -61,7 +61,7 @@ class AdapterFolder:
     """
 
     def __init__(self, folder: str | None) -> None:
-        """folder: None for none. Raises ConfigError if it is not there."""
+        """folder: holds a sub-folder for each adapter; None serves no adapters. Raises ConfigError if it is no folder."""
         self._folder = None if folder is None else Path(folder).expanduser()
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(
@@ -99,7 +99,7 @@ class AdapterFolder:
         try:
             adapter = self._read(name)
         except AdapterRefused:
-            adapter = None  # the files that are there now cannot be used, and are others
+            adapter = None  # the files that are there now cannot be used, so they are not the pinned ones
         if adapter is not None and adapter.fingerprint == fingerprint:
             return adapter
         present = "none" if adapter is None else adapter.fingerprint[:8]
@@ -211,7 +211,7 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def _problem(values: Mapping[str, Any]) -> str | None:
-    """Say what of a configuration is not built; None if nothing is."""
+    """Say what a configuration asks for that is not built; None if all of it is built."""
     kind = values.get("peft_type")
     if kind != "LORA":
         return f"peft_type is {kind!r}, and only 'LORA' is built"
@@ -246,7 +246,10 @@ def _problem(values: Mapping[str, Any]) -> str | None:
 
 
 def scale_of(values: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of a module's product. values: adapter_config.json. rank: rows of lora_A."""
+    """Return the factor by which an adapter's change of a module is multiplied.
+
+    values: adapter_config.json. rank: the number of rows of lora_A.
+    """
     alpha: float = values["lora_alpha"]
     for pattern, value in (values.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):  # as in PEFT

@@ -60,7 +60,9 @@ class FourBitCodes:
     """
 
     def __init__(self, stored: CheckpointTensor, shape: tuple[int, int], kind: str) -> None:
-        self.path, self.shape, self.kind = stored.path, shape, kind
+        self.path = stored.path
+        self.shape = shape
+        self.kind = kind
         self._stored = stored
 
     def part(self, *ranges: slice) -> Tensor:
@@ -89,7 +91,7 @@ class NestedMagnitudes(CheckpointTensor):
         self._nesting = nesting
 
     def part(self, *ranges: slice) -> Tensor:
-        """Unpack them, on the CPU."""
+        """Unpack these magnitudes, on the CPU."""
         codes = self._codes.whole().int()
         scales = self._scales.whole()[torch.arange(len(codes)) // self._nesting.block]
         magnitudes = self._numbers.whole()[codes] * scales + self._nesting.offset
@@ -99,16 +101,21 @@ class NestedMagnitudes(CheckpointTensor):
 class BlockScales(CheckpointTensor):
     """The scales of a matrix's groups of columns, [rows, groups] float32.
 
-    Blocks go on over the ends of rows. A group is the most columns that are always in one block.
-    magnitudes: the largest one of each block. largest: the largest number that a code stands for.
+    A block may begin in one row and end in the next. A group is the largest number of columns for which each group of
+    a row lies in a single block.
+    magnitudes: the largest magnitude of each block. largest: the largest number that a code stands for.
     """
 
     def __init__(self, magnitudes: CheckpointTensor, state: QuantState, largest: float) -> None:
         rows, columns = state.shape
         self.group = gcd(columns, state.block)
-        self.name, self.path, self.dtype = magnitudes.name, magnitudes.path, "F32"
+        self.name = magnitudes.name
+        self.path = magnitudes.path
+        self.dtype = "F32"
         self.shape = (rows, columns // self.group)
-        self._magnitudes, self._block, self._largest = magnitudes, state.block, largest
+        self._magnitudes = magnitudes
+        self._block = state.block
+        self._largest = largest
 
     def part(self, *ranges: slice) -> Tensor:
         """Read these rows and groups, on the CPU."""
@@ -122,7 +129,10 @@ class RowScales(CheckpointTensor):
     """The scales of int8 rows, [rows] float32. The file holds 127 times each scale."""
 
     def __init__(self, stored: CheckpointTensor) -> None:
-        self.name, self.path, self.dtype, self.shape = stored.name, stored.path, "F32", stored.shape
+        self.name = stored.name
+        self.path = stored.path
+        self.dtype = "F32"
+        self.shape = stored.shape
         self._stored = stored
 
     def part(self, *ranges: slice) -> Tensor:
@@ -133,7 +143,8 @@ class RowScales(CheckpointTensor):
 def open_four_bits(parts: Parts) -> tuple[FourBitCodes, BlockScales]:
     """Open the codes of a module's weight, and their scales.
 
-    Raises MissingWeights or WeightMismatch as `get` of Parts does, DamagedWeights for a description of no such weight.
+    Raises MissingWeights or WeightMismatch as `get` of Parts does, and DamagedWeights if the stored description of the
+    weight is damaged or holds other numbers than nf4's or fp4's.
     """
     quant_type = "fp4" if parts.holds(STATES["fp4"]) else "nf4"
     state = _read_state(parts.get(STATES[quant_type], ("U8",)), quant_type)

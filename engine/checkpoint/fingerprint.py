@@ -84,9 +84,11 @@ NUM_SAMPLES = 16
 class ModelIdentity:
     """The identity of a served model.
 
-    fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
-    embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
-    classes: labels of its head, () if none. control_tokens, reads_pictures, generates: filled in by an engine.
+    fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8 weights".
+    embedding_size: how many numbers an embedding has; 0 if the model gives no embeddings.
+    embedding_prompts: the names of the prompts that may stand before a text to embed.
+    classes: the labels of its classification head; () without one.
+    control_tokens, reads_pictures, generates: filled in by an engine.
     clock_formats: see engine.text.chat_templates.read_clock.
     """
 
@@ -154,7 +156,7 @@ def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
         sample = length
     else:
         sample = WHOLE_BYTES // NUM_SAMPLES
-        offsets = [(length - sample) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)]
+        offsets = [(length - sample) * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
     for offset in offsets:
         file.seek(start + offset)
         digest.update(file.read(sample))

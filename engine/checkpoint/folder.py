@@ -36,7 +36,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _refuse_path(model: str) -> None:
-    """Raise ModelNotFound for a path: it is no hub id."""
+    """Raise ModelNotFound if the name looks like a path, which cannot be a hub id."""
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(
             f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"

@@ -66,7 +66,7 @@ class ModelConfig:
 
     @property
     def is_text_part(self) -> bool:
-        """Whether the checkpoint holds parts for images or sound too."""
+        """Whether this describes the text part of a checkpoint that has parts for images or sound too."""
         return self.whole is not None
 
 
@@ -138,10 +138,10 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
 
 
 def _longest(config: Mapping[str, Any]) -> Any:
-    """Return the tokens of the longest sequence.
+    """Return the number of tokens of the longest possible sequence.
 
-    YaRN stretches the length that a checkpoint was trained with. max_position_embeddings may still have the old length:
-    Qwen3's model card adds rope_scaling and leaves it alone. vLLM reads YaRN in the same way.
+    YaRN stretches the length that a checkpoint was trained with. max_position_embeddings may still be the old length:
+    Qwen3's model card says to add rope_scaling, but not to change max_position_embeddings. vLLM reads YaRN likewise.
     """
     longest = written_length(config)
     for name in ("rope_scaling", "rope_parameters"):
@@ -175,7 +175,7 @@ def written_length(config: Mapping[str, Any]) -> Any:
 
 
 def _check_values(read: ModelConfig, path: Path) -> None:
-    """Raise ConfigError unless every value has its kind and every size is possible."""
+    """Raise ConfigError unless every value has the right type and every size is possible."""
     for field in fields(read):
         value = getattr(read, field.name)
         most = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE - 1

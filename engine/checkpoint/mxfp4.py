@@ -18,8 +18,11 @@ class Mxfp4Tensor(CheckpointTensor):
     """
 
     def __init__(self, name: str, blocks: CheckpointTensor, scales: CheckpointTensor) -> None:
-        self.name, self.path, self.dtype = name, blocks.path, "BF16"
-        self._blocks, self._scales = blocks, scales
+        self.name = name
+        self.path = blocks.path
+        self.dtype = "BF16"
+        self._blocks = blocks
+        self._scales = scales
         experts, rows, groups, _ = blocks.shape
         self.shape = (experts, groups * BLOCK, rows)
 
@@ -31,7 +34,7 @@ class Mxfp4Tensor(CheckpointTensor):
     def packed_part(self, expert: int, rows: slice, columns: slice, group: int) -> PackedPart:
         """Read these rows and columns of an expert's [out, in]. Raises DamagedWeights.
 
-        group: columns of the result that share a scale, a divisor of BLOCK.
+        group: the number of columns of the result that share a scale; BLOCK must be a multiple of it.
         """
         first_block = columns.start // BLOCK
         end_block = -(-columns.stop // BLOCK)
@@ -46,7 +49,7 @@ class Mxfp4Tensor(CheckpointTensor):
         return PackedPart(codes, scales, None)
 
     def part(self, *ranges: slice) -> Tensor:
-        """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
+        """Unpack these ranges. A dimension without a range is unpacked whole. Raises DamagedWeights."""
         blocks, scales = self._blocks.part(*ranges[:1]), self._scales.part(*ranges[:1])
         unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
         if not unpacked.isfinite().all():

@@ -12,7 +12,8 @@ class Parts:
     """The tensors of one quantized module."""
 
     def __init__(self, tensors: Mapping[str, CheckpointTensor], module: str) -> None:
-        self._tensors, self.module = tensors, module
+        self._tensors = tensors
+        self.module = module
 
     def holds(self, part: str) -> bool:
         """Whether the files have this part."""

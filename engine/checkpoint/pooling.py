@@ -32,7 +32,7 @@ ACTIVATIONS = ("Identity", "ReLU", "Tanh")
 
 @dataclass(frozen=True)
 class Dense:
-    """A layer behind the pooling. folder: holds its weights. activation: of ACTIVATIONS."""
+    """A dense layer after the pooling. folder: holds its weights. activation: a name in ACTIVATIONS."""
 
     folder: Path
     out_features: int
@@ -43,10 +43,10 @@ class Dense:
 class Pooling:
     """The way in which a text becomes a vector.
 
-    modes: of MODES; the vectors of several are concatenated.  normalize: scale the whole to length 1.
-    dense: layers between pooling and that, in order.
-    max_seq_length: tokens to which a text is cut; None if it is not.
-    prompts: texts that may be put before a text, by name.  default_prompt: the name of the default one.
+    modes: names in MODES; the vectors of several modes are concatenated.
+    dense: layers after the pooling, in order.  normalize: the last vector is scaled to length 1.
+    max_seq_length: the number of tokens to which a text is cut; None leaves it whole.
+    prompts: texts that may be put before a text, by name.  default_prompt: the name of the default prompt.
     """
 
     modes: tuple[str, ...]
@@ -117,7 +117,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             or path.startswith("/")
         ):
             raise ConfigError(
-                f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}"
+                f"{folder / MODULES} must name each module's type and its folder, inside this one: {brief(module)}"
             )
         # modules of other packages keep their whole names: their code may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))

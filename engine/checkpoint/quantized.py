@@ -33,14 +33,14 @@ NAN_MAGNITUDE = 0x7F  # of e4m3
 
 
 class QuantizedTensor(CheckpointTensor):
-    """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
+    """A quantized weight [out, in]. Reading it returns (code - zero point) * scale, in float32.
 
     Some kinds of codes stand for the numbers of a table, and have no zero points.
 
-    block: rows and columns that share a scale, None for all of a dimension.
-    scale: a matrix with one for each block; if `transposed`, its transpose.
-    zero_points: one for each block, or one for all.
-    group_of_column: [in], which scale of its row each column has; None if the columns' blocks are in order.
+    block: the numbers of rows and of columns that share a scale; None stands for a whole dimension.
+    scale: a matrix with a scale for each block; if `transposed`, the transpose of that matrix.
+    zero_points: one for each block, or one for all blocks.
+    group_of_column: [in], the group of columns to which each column belongs; None if a group's columns are adjacent.
     """
 
     def __init__(
@@ -54,9 +54,15 @@ class QuantizedTensor(CheckpointTensor):
         zero_points: Codes | int = 0,
         group_of_column: CheckpointTensor | None = None,
     ) -> None:
-        self.name, self.path, self.dtype, self.shape = name, codes.path, "F32", codes.shape
-        self._codes, self._scale, self._zero_points = codes, scale, zero_points
-        self._transposed, self._group_of_column = transposed, group_of_column
+        self.name = name
+        self.path = codes.path
+        self.dtype = "F32"
+        self.shape = codes.shape
+        self._codes = codes
+        self._scale = scale
+        self._zero_points = zero_points
+        self._transposed = transposed
+        self._group_of_column = group_of_column
         self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))
         self._num_scales = count_scales(self.shape, block)
 
@@ -133,7 +139,8 @@ class QuantizedTensor(CheckpointTensor):
             rows = groups[0][first : first + step]
             some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
             some *= _spread(scale, rows, groups[1])
-            if not some.sum().isfinite() and not some.isfinite().all():  # the sum alone is faster
+            # The sum is quick, but finite numbers may overflow in it. Only then are they checked one by one.
+            if not some.sum().isfinite() and not some.isfinite().all():
                 culprit = self if scale.isfinite().all() else self._scale
                 raise damaged(culprit, "has numbers that are NaN or infinite")
         return unpacked
@@ -142,7 +149,7 @@ class QuantizedTensor(CheckpointTensor):
         """Return the numbers that codes stand for, before zero points are subtracted."""
         if self._kind in NUMBERS:
             return torch.tensor(NUMBERS[self._kind])[codes.int()]
-        # the way over float16 is exact, and several times faster than straight to float32
+        # Converting to float16 first is exact, and several times faster than converting to float32 directly.
         return codes.half() if codes.dtype == torch.float8_e4m3fn else codes
 
 
@@ -156,7 +163,11 @@ def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -
 
 
 def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the number of each weight of these rows and columns, or of each row if its columns share one."""
+    """Spread numbers, one for each block of a weight, over the weights of a part.
+
+    numbers: [row groups, column groups]. rows, columns: the groups of the part's rows and columns. If there is only one
+    column group, the result has one column.
+    """
     chosen = numbers[rows]
     return chosen if numbers.shape[1] == 1 else chosen.index_select(1, columns)
 
@@ -167,10 +178,11 @@ LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 def unpack(
     words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0
 ) -> Tensor:
-    """Unpack words [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim`, into uint8.
+    """Unpack words [rows, columns] int32 into uint8. Each word holds 32 / bits numbers of 4 or 8 bits along `dim`.
 
-    The first number has the lowest bits. interleaved: AWQ's order, where a word's lower half has the even ones of
-    eight numbers. shift: 1 adds one to each number, as GPTQ's files have subtracted it, from whole words.
+    The first number has the lowest bits. interleaved: AWQ's order, where a word's lower half holds the even ones of
+    its eight numbers. shift: 1 adds one to each number, because GPTQ's files hold zero points minus one. The addition
+    is of whole words, as GPTQ's subtraction was.
     """
     if dim == 0:
         return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
@@ -189,8 +201,9 @@ def unpack(
 class PackedIntegers:
     """A matrix [rows, columns] of packed numbers.
 
-    words: as stored; if `transposed`, those of the transpose. dim: of the words, along which their numbers lie.
-    shape: the matrix's; the last words may have room for more.
+    words: the stored words; if `transposed`, they hold the matrix's transpose. dim: the dimension of `words` along
+    which the numbers of a word lie. shape: of the matrix; its last words may hold unused numbers.
+    bits, interleaved, shift: as for `unpack`.
     """
 
     words: CheckpointTensor
@@ -278,7 +291,11 @@ def _is_quantized(tensors: Mapping[str, CheckpointTensor], module: str) -> bool:
 def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     codes = parts.matrix("weight", PLAIN_DTYPES[scheme.kind])
     rows, columns = count_scales(codes.shape, scheme.block)
-    shapes = [(rows, columns), (rows,), ()][: 1 if columns > 1 else 2 if rows > 1 else 3]
+    shapes: list[tuple[int, ...]] = [(rows, columns)]
+    if columns == 1:
+        shapes.append((rows,))
+    if rows == columns == 1:
+        shapes.append(())
     scale_name = "weight_scale_inv" if parts.holds("weight_scale_inv") else scheme.scale_name
     scale = parts.get(scale_name, FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0"), *shapes)
     has_zero_points = scheme.zero_points or parts.holds("weight_zero_point")
@@ -370,7 +387,7 @@ def _open_mxfp4(tensors: Mapping[str, CheckpointTensor], name: str) -> Checkpoin
 
 
 def _open_four_bits(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open bitsandbytes' nf4 or fp4; the files say which one it is, and how large blocks are."""
+    """Open a bitsandbytes weight of four bits. The files say whether it is nf4 or fp4, and the size of its blocks."""
     codes, scales = open_four_bits(parts)
     return QuantizedTensor(f"{parts.module}.weight", codes, (1, scales.group), scales)
 

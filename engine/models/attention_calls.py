@@ -71,20 +71,21 @@ def answer(
     Returns ([1, tokens, heads, value dim], None for the attention weights).
     """
     call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
-    answers: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
-    if answers is None:
+    compute: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
+    if compute is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} attends where it did not when the model was loaded"
+            f"{type(module).__name__} computes attention now, but did not when the model was loaded"
         )
-    return answers(call), None
+    return compute(call), None
 
 
 def describe_mask(
     *, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any
 ) -> Tensor:
-    """Make a mask for the recorded tokens, [1, 1, tokens, tokens], with its reach as `.span`.
+    """Make a mask for the recorded tokens, [1, 1, tokens, tokens]; its attribute `span` says how far a token sees.
 
-    For a mask that is neither causal, nor a window, nor chunks, `.span` is an UnsupportedModel, raised if it is used.
+    `span` is (window, chunk). For a mask that is neither causal, nor a window, nor chunks, it is an UnsupportedModel
+    error, which is raised if the model attends with the mask.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -99,7 +100,7 @@ def describe_mask(
         first = int(row.int().argmax())
         if row[-1] or not row[first:-1].all():
             raise UnsupportedModel(
-                "its mask shows a query what comes after it, or leaves gaps before it"
+                "its mask lets a token see later tokens, or hides some between those that it sees"
             )
         return first
 
@@ -115,7 +116,11 @@ def describe_mask(
 
 
 class _AllTokensAlike(TorchFunctionMode):
-    """Looks up the last token's value for tokens behind it: masks may look up which tokens are of one image."""
+    """Lets a mask be asked about positions behind the last token.
+
+    A mask function may look up each position in a tensor, such as the image that a token belongs to. Positions behind
+    that tensor's end get its last value.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -125,11 +130,12 @@ class _AllTokensAlike(TorchFunctionMode):
             and isinstance(args[1], tuple)
             and all(isinstance(i, Tensor) for i in args[1])
         ):
-            looked_up, places = args
-            args = (
-                looked_up,
-                tuple(i.clamp(max=n - 1) for i, n in zip(places, looked_up.shape, strict=False)),
+            values, indices = args
+            clamped = tuple(
+                index.clamp(max=length - 1)
+                for index, length in zip(indices, values.shape, strict=False)
             )
+            args = (values, clamped)
         return function(*args, **(kwargs or {}))
 
 
@@ -244,7 +250,7 @@ class PagedAttention:
     ) -> None:
         """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
 
-        chosen: returns the tokens to attend to, for a model that chooses tokens and gives attention only a mask of them.
+        chosen: returns the tokens to attend to, for a model that chooses tokens but gives its attention only a mask.
         """
         self._modules = [call.module for call in calls]
         self._slopes = [_slopes_of(call) for call in calls]

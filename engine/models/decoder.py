@@ -143,7 +143,10 @@ class DecoderAttention(WeightedModule):
 
 
 class DecoderMLP(nn.Module):
-    """Gated MLP: down(activation(gate(x)) * up(x)). intermediate_size: the model's if None."""
+    """Gated MLP: down(activation(gate(x)) * up(x)).
+
+    intermediate_size: the width between; None stands for the configuration's.
+    """
 
     def __init__(self, parts: DecoderParts, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -227,7 +230,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype
         )
-        # rounded to the embeddings' dtype, which moves it by up to 0.4 % in bfloat16
+        # The scale is rounded to the embeddings' dtype. In bfloat16 that changes it by up to 0.4 %.
         scale = torch.tensor(sizes.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
         self.embedding_scale = scale if config.flags.scaled_embeddings else None
         self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
@@ -257,12 +260,15 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(CausalModel):
-    """The decoder with its LM head. Modules have the checkpoint's names, unless one holds several of its modules."""
+    """The decoder with its LM head.
+
+    Modules have their names in the checkpoint, except those that hold several of its modules, such as qkv_proj.
+    """
 
     is_deterministic = False
 
     def __init__(self, parts: DecoderParts, rotaries: Sequence[RotaryEmbedding]) -> None:
-        """rotaries: of the configuration's ropes, in their order."""
+        """rotaries: one for each of the configuration's ropes, in their order."""
         super().__init__()
         config = parts.config
         sizes = parts.config.sizes
@@ -290,9 +296,9 @@ class DecoderForCausalLM(CausalModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the hidden states of `rows`; the last block computes only what they need.
+        """Return the hidden states of `rows`. The last block computes only these rows after its attention.
 
-        With adapters it computes all rows, which are sorted by adapter as a whole.
+        With adapters the last block computes all rows: their order by adapter holds for the batch as a whole.
         """
         if batch.adapters is not None:
             return super().states_of(rows, batch, cache)

@@ -48,9 +48,10 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
 def read_experts(
     known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
 ) -> list[Experts | None]:
-    """Return each layer's experts, None for a layer with an MLP. known: values by the architecture's keys.
+    """Return each layer's experts; None stands for a layer with an MLP.
 
-    Raises UnsupportedModel or ConfigError.
+    known: the values of config.json under the keys that this architecture reads. Raises UnsupportedModel or
+    ConfigError.
     """
     if "num_experts_per_tok" not in known:
         return [None] * num_layers
@@ -58,10 +59,9 @@ def read_experts(
         raise UnsupportedModel(
             f"experts with hidden_act {known['hidden_act']!r} are not supported natively"
         )
+    count_key = "num_experts" if known["num_local_experts"] is None else "num_local_experts"
     experts = Experts(
-        num_experts=size(
-            known, "num_experts" if known["num_local_experts"] is None else "num_local_experts"
-        ),
+        num_experts=size(known, count_key),
         num_chosen=size(known, "num_experts_per_tok"),
         intermediate_size=size(
             {"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"
@@ -97,7 +97,10 @@ def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> DeltaHeads | None:
-    """Return the heads of layers of type LINEAR, None for an architecture without such. Raises ConfigError."""
+    """Return the heads of LINEAR layers; None for an architecture without such layers.
+
+    Raises UnsupportedModel or ConfigError.
+    """
     if "linear_num_key_heads" not in known:
         return None
     if known["hidden_act"] != "silu":
@@ -124,7 +127,7 @@ SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
-    """Return the rotation of all layers, or two: of full and of sliding layers.
+    """Return one rotation for all layers, or two: for layers of full attention, and for sliding ones.
 
     Raises UnsupportedModel or ConfigError.
     """
@@ -199,10 +202,11 @@ COMMON_KEYS = {
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer's own configuration, where a model's layers differ.
+    """The part of the configuration that may differ from layer to layer.
 
-    window: tokens that a query sees, itself included; None if it sees all before it.
-    rope: the index of its rotation.  experts: None if it has an MLP.  delta: None if it has attention.
+    window: the number of tokens that a query sees, itself included; None if it sees all tokens before it.
+    rope: the index of the layer's rotation.  experts: None if the layer has an MLP.
+    delta: the heads of a delta net; None if the layer has attention.
     """
 
     window: int | None
@@ -260,7 +264,10 @@ class DecoderConfig:
         )
 
     def within(self, max_positions: int) -> DecoderConfig:
-        """Return it for sequences of max_positions tokens at most: a window that holds them all is dropped."""
+        """Return the configuration for sequences of at most max_positions tokens.
+
+        A layer's window that holds a whole sequence is dropped.
+        """
         layers = []
         for layer in self.layers:
             if layer.window and layer.window >= max_positions:
@@ -308,30 +315,34 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         raise UnsupportedModel(
             f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}"
         )
+    output_bias = attention_bias
+    if "attention_out_bias" in known:
+        output_bias = truth(known, "attention_out_bias")
+    layers = []
+    for kind, layer_experts in zip(kinds, experts, strict=True):
+        has_second_rope = kind == SLIDING and len(ropes) > 1
+        layers.append(
+            LayerConfig(
+                window=windows[kind],
+                rope=1 if has_second_rope else 0,
+                experts=layer_experts,
+                delta=delta if kind == LINEAR else None,
+            )
+        )
     return DecoderConfig(
         flags=flags,
         sizes=model,
         rms_norm_eps=eps,
         activation=known[name],
         qkv_bias=flags.qkv_bias or attention_bias,
-        output_bias=truth(known, "attention_out_bias")
-        if "attention_out_bias" in known
-        else attention_bias,
+        output_bias=output_bias,
         mlp_bias=truth(known, "mlp_bias"),
         attention_scale=(optional_number(known, "query_pre_attn_scalar") or model.head_dim) ** -0.5,
         attention_soft_cap=optional_number(known, "attn_logit_softcapping"),
         logit_soft_cap=optional_number(known, "final_logit_softcapping"),
         tie_word_embeddings=truth(known, "tie_word_embeddings"),
         ropes=ropes,
-        layers=tuple(
-            LayerConfig(
-                windows[kind],
-                int(kind == SLIDING and len(ropes) > 1),
-                layer_experts,
-                delta if kind == LINEAR else None,
-            )
-            for kind, layer_experts in zip(kinds, experts, strict=True)
-        ),
+        layers=tuple(layers),
     )
 
 
@@ -364,13 +375,15 @@ def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:
     if model_type != flags.model_type and not model.is_text_part:
         raise UnsupportedModel(
             f"config.json names {model.architecture} and the model_type {model_type!r}; "
-            f"it is native as {flags.model_type!r}"
+            f"the native decoder reads it with model_type {flags.model_type!r} only"
         )
     for key in flags.refused:
         if values.get(key) is not None:
             raise UnsupportedModel(f"{model.architecture} with {key} in config.json is not native")
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
-        raise UnsupportedModel("this model attends to later tokens too, which no completion can")
+        raise UnsupportedModel(
+            "this model attends to later tokens too, and a completion has no later tokens"
+        )
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(
             f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} KV heads"

@@ -42,7 +42,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
     values = read_json(folder / "config.json")
     architectures = values.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    # refused before its sizes are read, whose names may be unknown here
+    # Refuse the architecture first: config.json may have other names for the sizes, and an error would be about them.
     if values.get("is_encoder_decoder") and not reads_in_one_pass(name):
         raise UnsupportedModel(
             f"{brief(architectures)} has an encoder; decoders alone are served, which `tokenmill models` lists"
@@ -73,7 +73,7 @@ def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
         path.decoder.tie_word_embeddings and model.architecture not in BODIES
     )
     if not has_head:
-        with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
+        with open_tensors(list_weight_files(folder)) as tensors:  # a quantized head has no tensor lm_head.weight
             names = own_names(tensors, is_text_part=model.is_text_part)
             has_head = any(name.startswith("lm_head.") for name in names)
     return has_head
@@ -81,9 +81,10 @@ def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
 
 @dataclass(frozen=True)
 class ModelPath:
-    """The way in which a model is computed, and why: natively by `decoder`, through transformers if None.
+    """The way in which a model is computed, and the reason for it.
 
-    is_single_pass: each text whole, without a KV cache.
+    decoder: the native decoder's configuration; None for a model that runs through transformers.
+    is_single_pass: the model reads each text as a whole, without a KV cache.
     """
 
     decoder: DecoderConfig | None
@@ -209,7 +210,11 @@ def _packed_kernels(place: ModelPlace) -> PackedKernels | None:
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
-    """Return whether the LM head is the embedding; the files count more than config.json, as in transformers."""
+    """Return whether the LM head and the embedding are one tensor.
+
+    If config.json says so but the files hold two different tensors, the files are right, as in transformers.
+    embeds: the model needs no LM head, so a missing one counts as tied.
+    """
     with open_tensors(list_weight_files(folder)) as tensors:
         by_name = own_names(tensors, is_text_part=config.is_text_part)
         if not any(name.startswith("lm_head.") for name in by_name):
@@ -222,14 +227,14 @@ def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, emb
 
 
 def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:
-    """Raise ConfigError for models that int8 is not built for."""
+    """Raise ConfigError unless quantization='int8' is built for this model and device."""
     problem = None
     if device.type != "cpu":
-        problem = f"device={device.type!r}, it is built for CPUs"
+        problem = f"device={device.type!r}, and int8 is built for CPUs"
     elif path.decoder is None:
-        problem = f"{name} runs through transformers, and it is built for native models"
+        problem = f"{name} runs through transformers, and int8 is built for native models"
     elif any(layer.experts for layer in path.decoder.layers):
-        problem = "this is a mixture of experts, and it is built for dense models"
+        problem = "this is a mixture of experts, and int8 is built for dense models"
     if problem is not None:
         raise ConfigError(f"quantization='int8' cannot be used: {problem}; leave it out")
     check_int8()

@@ -1,7 +1,8 @@
 """The mixers of a transformers model: layers that keep a state of each sequence beside the KV cache.
 
-They are the innermost modules that run when a state of the cache is asked for or set. Each gets the batch's rows
-sequence by sequence, with transformers' own cache layer: filled from the pool of states, then stored there again.
+A module is a mixer if it is the innermost one that runs when a state of the cache is read or set. A mixer gets the
+batch's rows sequence by sequence, with transformers' own cache layer. The layer is filled from the pool of states
+before the mixer runs, and the new states are stored in the pool afterwards.
 """
 
 import inspect
@@ -55,6 +56,7 @@ class StateCache(Cache):
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Note the indexer that calls, and return the keys of all tokens, or only the new ones while recording."""
         keys = indexer_key_states
         if self._running:
             self.indexers[self._running[-1]] = None
@@ -64,6 +66,7 @@ class StateCache(Cache):
             )
         else:
             keys = self.all_index_keys(keys, layer_idx)
+        # The layer is asked only for the number of its keys, so these have no dimensions.
         self.layers[layer_idx].keys = keys.new_empty(*keys.shape[:2], 0)
         return keys
 
@@ -104,12 +107,16 @@ class StateCache(Cache):
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
         """Note the mixers of a model that runs within the block."""
+
+        def leave(*_: Any) -> None:
+            self._running.pop()  # returns nothing: a value would replace the module's output
+
         hooks = [
             hook
             for module in model.modules()
             for hook in (
                 module.register_forward_pre_hook(lambda module, _: self._running.append(module)),
-                module.register_forward_hook(lambda *_: self._running.pop() and None),
+                module.register_forward_hook(leave),
             )
         ]
         try:
@@ -119,7 +126,7 @@ class StateCache(Cache):
                 hook.remove()
 
     def shapes(self) -> list[StateShape]:
-        """Return the shapes of the states that are there, without the batch's dimension."""
+        """Return the shapes of the states that the layers hold, without the batch's dimension."""
         return [
             StateShape(index, kind, i, tuple(state.shape[1:]), state.dtype)
             for index, layer in self.layers.items()
@@ -130,7 +137,11 @@ class StateCache(Cache):
 
 
 class _Layer(LinearAttentionLayer):
-    """A cache's layer. update_index: what MiniMax M3 calls for index keys. keys: as many as these, for GLM 5 Next."""
+    """A cache's layer.
+
+    update_index: MiniMax M3 calls it with its new index keys. keys: a tensor with an entry for each index key, whose
+    number GLM 5 Next asks for.
+    """
 
     keys: Tensor
 
@@ -143,7 +154,7 @@ class _Layer(LinearAttentionLayer):
 
 
 class _Layers(dict[int, LinearAttentionLayer]):
-    """A cache's layers, made when they are asked for. fill: gives a new one its states."""
+    """A cache's layers by index. A layer is made when it is first looked up; `fill` then gives it its states."""
 
     fill: Callable[[int, LinearAttentionLayer], None] | None = None
 
@@ -152,7 +163,11 @@ class _Layers(dict[int, LinearAttentionLayer]):
         self._update_indexer = update_indexer
 
     def __missing__(self, index: int) -> LinearAttentionLayer:
-        layer = self[index] = _Layer(lambda keys: self._update_indexer(keys[:, 0], index)[:, None])
+        def update_index(keys: Tensor) -> Tensor:
+            return self._update_indexer(keys[:, 0], index)[:, None]  # without the heads' dimension
+
+        layer = _Layer(update_index)
+        self[index] = layer
         if self.fill is not None:
             self.fill(index, layer)
         return layer
@@ -175,17 +190,15 @@ class Mixers:
             self._wrap(mixer)
 
     def chosen(self) -> Tensor | None:
-        """Return the last choice of an indexer in this batch."""
+        """Return the tokens that an indexer chose last in this batch."""
         return self._indexers.chosen
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> dict[str, Any]:
         """Compute this batch from now on; return the arguments that the body needs for it."""
         self._indexers.begin(batch, cache)
         if self.states:
-            assert isinstance(batch.states, StateParts), (
-                "a model with states has parts in each step"
-            )
-            assert cache.states is not None, "and a pool"
+            assert isinstance(batch.states, StateParts), "a batch lacks the parts for its states"
+            assert cache.states is not None, "a cache lacks the pool of states"
             self._step = batch.states, cache.states
         return {self._argument: self._cache}
 
@@ -204,7 +217,7 @@ class Mixers:
                 return compute(*args, **options)
             parts, pool = self._step
 
-            # The first tensor is the hidden states, [1, rows, hidden].
+            # The first tensor is [1, rows, ...].
             values, _form = tree_flatten((args, options))
             num_rows = next(len(value[0]) for value in values if isinstance(value, Tensor))
             rows = _Rows(num_rows)
@@ -231,7 +244,10 @@ class Mixers:
             self._store(pool, part.saved)
 
     def _fill(self, pool: StatePool, rows: Tensor | int) -> None:
-        """Let the cache's layers have copies of these rows of the pool; -1 for no states."""
+        """Let the cache's layers hold copies of these rows of the pool. A layer is filled when it is first looked up.
+
+        rows: one for each sequence, or the row of a single sequence; -1 leaves the layers without states.
+        """
 
         def fill(index: int, layer: Any) -> None:
             for state, stored in pool.layers.get(index, ()):
@@ -252,7 +268,7 @@ class Mixers:
         self._cache.layers.fill = None if isinstance(rows, int) and rows < 0 else fill
 
     def _store(self, pool: StatePool, rows: Tensor | int) -> None:
-        """Put the states of the cache's layers into these rows of the pool."""
+        """Copy the states of the cache's layers to these rows of the pool."""
         for index, layer in self._cache.layers.items():
             for state, stored in pool.layers.get(index, ()):
                 values = getattr(layer, state.name)[state.place]
@@ -268,12 +284,15 @@ class _Rows:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._wholes: dict[int, Tensor] = {}  # by place in the output
-        self._last: list[Any] = []
-        self._form: Any = None
+        self._wholes: dict[int, Tensor] = {}  # by place in the flattened output
+        self._last: list[Any] = []  # the last part's output, flattened
+        self._form: Any = None  # how that output was nested
 
     def cut(self, arguments: Any, start: int, end: int, *, by_row: bool = False) -> Any:
-        """Cut rows out of each tensor that has one for each token: [1, rows, ...], or [rows, 1, ...] by row."""
+        """Cut these rows out of each tensor that has a row for each token; other arguments stay as they are.
+
+        The result is [1, rows, ...], one sequence; with `by_row` [rows, 1, ...], a sequence for each row.
+        """
 
         def part(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.shape[:2] != (1, self._num_rows):
@@ -284,7 +303,7 @@ class _Rows:
         return tree_map(part, arguments)
 
     def take(self, output: Any, start: int, end: int, *, by_row: bool = False) -> None:
-        """Put the output of rows that `cut` returned in its place."""
+        """Put the output for rows that `cut` returned into its place. by_row: as for `cut`."""
         self._last, self._form = tree_flatten(output)
         shape = (end - start, 1) if by_row else (1, end - start)
         for place, x in enumerate(self._last):
@@ -301,10 +320,10 @@ class _Rows:
 
 
 def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
-    """Return the mixer's forward, with Mamba-1's scan beginning at the state of the cache."""
+    """Return the mixer's forward; if it calls Mamba-1's scan, the scan begins with the state in the cache."""
     outer = mixer.forward
     forward: Any = inspect.unwrap(type(mixer).forward)
-    calls = count()  # one for each head
+    calls = count()  # the model calls the scan once for each head, in their order
     scan_of_model = forward.__globals__.get(SCAN)
     if scan_of_model is None:
         return outer
@@ -312,7 +331,7 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     def scan(*args: Any, **options: Any) -> Any:
         states = (layer.recurrent_states[0] for layer in cache.layers.values())
         before = next((state for state in states if state is not None), None)
-        if before is None or not options.get("return_last_state"):  # no cache came
+        if before is None or not options.get("return_last_state"):  # without a cache
             return scan_of_model(*args, **options)
         if before.ndim == WITH_HEADS:
             before = before[:, next(calls) % before.shape[1]]
@@ -329,9 +348,10 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
 def scan_from(
     state: Tensor, hidden: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-1's selective scan from a state, [1, channels, size], as transformers does it without one.
+    """Compute Mamba-1's selective scan from a given state, [1, channels, size]; transformers' scan starts from zeros.
 
-    hidden, dt: [1, channels, tokens].  a: [channels, size].  b, c: [1, size, tokens].  options: of transformers'.
+    hidden, dt: [1, channels, tokens].  a: [channels, size].  b, c: [1, size, tokens].
+    options: the keyword arguments of transformers' scan. Returns the output and the last state.
     """
     if options.get("delta_bias") is not None:
         dt = dt + options["delta_bias"].to(dt.dtype)[..., None]

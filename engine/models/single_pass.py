@@ -111,7 +111,7 @@ class SinglePass:
         self._vocab_size = model.config.vocab_size
         self._pad = model.config.pad_token_id
         arguments = inspect.signature(model.forward).parameters
-        #: Whether it tells a second text's tokens from the first's. GPT-2 takes types, and has none.
+        #: Whether the tokens of a second text have a type of their own. GPT-2 takes such types but has only one.
         self.has_types = (
             "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
         )
@@ -134,11 +134,11 @@ class SinglePass:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the texts of a step are one row."""
+        """Whether the texts of a step are computed as one row, without padding."""
         return self._attention is not None
 
     def fuse(self) -> None:
-        """Compute activations and sums together with the products before them, from now on."""
+        """From now on, compute activations and sums together with the matrix products before them."""
         self._fused = fuse_linears(*self._layers)
         self._layers = ([], {})
 
@@ -147,7 +147,7 @@ class SinglePass:
         self._attention = None
         for module, name in self._fused:
             module.__dict__.pop(name, None)
-        with suppress(ValueError):
+        with suppress(ValueError):  # a class without "sdpa" keeps "eager"
             self._attend_by("eager")
             self._attend_by("sdpa")
 
@@ -198,12 +198,17 @@ class SinglePass:
             self._attend_by(before)
 
     def _in_groups(self, texts: Sequence[Tensor], compute: Callable[[list[int]], Tensor]) -> Tensor:
-        """Compute texts of like lengths together, by their places."""
+        """Compute texts of similar lengths together; return the results in the order of the texts.
+
+        compute: takes the indices of a group's texts.
+        """
         by_text: list[Tensor] = [torch.empty(0)] * len(texts)
-        groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
+        groups: Iterable[list[int]]
         if self.classifies and self._pad is None:
-            # The head looks for the last token before padding.
+            # Each text goes alone: the head takes the last token before the padding, and there is no padding token.
             groups = ([place] for place in range(len(texts)))
+        else:
+            groups = _of_like_lengths([len(text) for text in texts])
         for group in groups:
             computed = compute(group)
             sizes = [1 if self.classifies else len(texts[place]) for place in group]
@@ -227,7 +232,7 @@ class SinglePass:
         return {"input_ids": ids % self._vocab_size, "token_type_ids": ids // self._vocab_size}
 
     def _classify(self, texts: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-        """Compute only the head, of hidden states that are known."""
+        """Compute the head alone, from hidden states that are known already."""
         row, mask = _pad(texts, self._pad or 0)
         self._known = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
         try:
@@ -402,7 +407,9 @@ class PackedAttention:
             tasks = kernel.tasks_of_sequences(
                 starts, lengths, lengths, np.arange(len(lengths)), none, kind[0], reach=after
             )
-            tables = starts[:, None] + np.arange(lengths.max())  # of blocks of one token
+            tables = starts[:, None] + np.arange(
+                lengths.max()
+            )  # block tables, with one token a block
             self._tasks[kind] = tasks, torch.from_numpy(tables.astype(np.int32))
         tasks, block_tables = self._tasks[kind]
         out = torch.empty_like(query)
@@ -424,8 +431,8 @@ class PackedAttention:
 class Sight:
     """Which tokens see which, in texts of up to `length` tokens.
 
-    mask: [1, 1, length, length], None if all see all.
-    reach: how many tokens before and behind its own each sees; None if that is not a band.
+    mask: [1, 1, length, length]; None if all tokens see all others.
+    reach: the number of tokens that each token sees before itself, and the number after; None if tokens differ in that.
     """
 
     length: int
@@ -434,6 +441,7 @@ class Sight:
 
     @classmethod
     def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
+        """Ask the rule about each pair of tokens of a text of this length. None: all tokens see all others."""
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
@@ -441,10 +449,14 @@ class Sight:
         seen = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
         for part in torch.split(places, NUM_LOOKED_UP):
             seen[:, :, part] = rule(zero, zero, part.view(1, 1, -1, 1), places.view(1, 1, 1, -1))
+
+        # In a band the first token sees itself and `after` others, the last one itself and `before` others.
         after = int(seen[0, 0, 0].sum()) - 1
         before = int(seen[0, 0, -1].sum()) - 1
-        is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril_(after).triu_(-before))
-        return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)
+        band = torch.ones_like(seen[0, 0]).tril_(after).triu_(-before)
+        reach = (before, after) if torch.equal(seen[0, 0], band) else None
+        mask = None if bool(seen.all()) else seen
+        return cls(length, mask, reach)
 
 
 @functools.cache
@@ -466,14 +478,14 @@ def _has_kernel(call: AttentionCall) -> bool:
 def _keep_rule(
     *, q_length: int, kv_length: int, mask_function: Rule, device: Any = "cpu", **_: Any
 ) -> Tensor:
-    """Make a mask that knows its rule."""
+    """Make a mask that carries its mask function as the attribute `rule`, for `_rule_of` to find."""
     mask = torch.ones(1, 1, int(q_length), int(kv_length), dtype=torch.bool, device=device)
     mask.rule = mask_function  # type: ignore[attr-defined]  # it travels through the model's code
     return mask
 
 
 def _rule_of(call: AttentionCall) -> Rule | None:
-    """Return which tokens see which; None if all see all. Raises UnsupportedModel."""
+    """Return the rule that says which tokens see which; None if all see all. Raises UnsupportedModel."""
     if call.options.get("softcap") is not None or call.options.get("s_aux") is not None:
         raise UnsupportedModel("its attention has soft caps or sinks")
     if call.mask is None:
