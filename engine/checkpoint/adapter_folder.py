@@ -42,7 +42,7 @@ PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as its files are now. fingerprint: 32 hexadecimal digits, a hash of both files."""
+    """An adapter as its files were when they were read. fingerprint: a hash of both files, 32 hexadecimal digits."""
 
     name: str
     fingerprint: str
@@ -55,13 +55,13 @@ class Adapter:
 
 
 class AdapterFolder:
-    """Finds adapters by name: each sub-folder with both files is one. Any thread may call it.
+    """Finds adapters by name, in sub-folders that hold a configuration and weights. Any thread may call it.
 
-    Files are read again if their size or time changes, so a new sub-folder is found at once.
+    An adapter is read again if the size or time of a file changes. A new sub-folder is found at once.
     """
 
     def __init__(self, folder: str | None) -> None:
-        """folder: holds a sub-folder for each adapter; None serves no adapters. Raises ConfigError if it is no folder."""
+        """folder: of sub-folders with adapters; None serves no adapters. Raises ConfigError if it is not there."""
         self._folder = None if folder is None else Path(folder).expanduser()
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(
@@ -99,7 +99,9 @@ class AdapterFolder:
         try:
             adapter = self._read(name)
         except AdapterRefused:
-            adapter = None  # the files that are there now cannot be used, so they are not the pinned ones
+            adapter = (
+                None  # the files that are there now cannot be used, so they are not the pinned ones
+            )
         if adapter is not None and adapter.fingerprint == fingerprint:
             return adapter
         present = "none" if adapter is None else adapter.fingerprint[:8]
@@ -109,7 +111,7 @@ class AdapterFolder:
         )
 
     def look(self) -> tuple[list[Adapter], dict[str, str]]:
-        """Return all adapters whose files can be used, and by name why others cannot."""
+        """Return all usable adapters, and the problem of each other adapter by its name."""
         adapters: list[Adapter] = []
         problems: dict[str, str] = {}
         for name in self.names():
@@ -141,7 +143,7 @@ class AdapterFolder:
         return f"known are {', '.join(names[:MAX_LISTED])}{more}" if names else "there are none yet"
 
     def _read(self, name: str) -> Adapter | None:
-        """Return the adapter in a sub-folder; None if there is none."""
+        """Return the adapter in a sub-folder; None if the folder has no configuration of an adapter."""
         if self._folder is None or not _can_be_asked_for(name):
             return None
         folder = self._folder / name

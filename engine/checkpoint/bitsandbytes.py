@@ -43,9 +43,10 @@ class Nesting:
 
 @dataclass(frozen=True)
 class QuantState:
-    """What a file says of a module's four-bit weight.
+    """A file's description of a module's four-bit weight.
 
-    shape: (out, in). block: numbers that share a scale, row after row. nesting: None if magnitudes are plain.
+    shape: (out, in). block: how many numbers share a scale, counted row after row.
+    nesting: None if the magnitudes of blocks are stored as plain numbers.
     """
 
     shape: tuple[int, int]
@@ -86,8 +87,13 @@ class NestedMagnitudes(CheckpointTensor):
         numbers: CheckpointTensor,
         nesting: Nesting,
     ) -> None:
-        self.name, self.path, self.dtype, self.shape = codes.name, codes.path, "F32", codes.shape
-        self._codes, self._scales, self._numbers = codes, scales, numbers
+        self.name = codes.name
+        self.path = codes.path
+        self.dtype = "F32"
+        self.shape = codes.shape
+        self._codes = codes
+        self._scales = scales
+        self._numbers = numbers
         self._nesting = nesting
 
     def part(self, *ranges: slice) -> Tensor:
@@ -195,7 +201,10 @@ def open_row_scales(parts: Parts, num_rows: int) -> RowScales:
 
 
 def _read_state(tensor: CheckpointTensor, quant_type: str) -> QuantState:
-    """Read a JSON object from a tensor of its bytes. Raises DamagedWeights if it describes no such weight."""
+    """Read a module's quant_state, a JSON object whose bytes are a tensor.
+
+    Raises DamagedWeights if it does not describe a weight of this quant_type.
+    """
     try:
         values = json.loads(bytes(tensor.whole().tolist()))
         rows, columns = values["shape"]

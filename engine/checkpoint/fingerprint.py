@@ -30,7 +30,7 @@ class TensorEntry:
 
 
 def check_file(path: Path) -> list[TensorEntry]:
-    """Return a file's tensors, if it is as long as its header says. Raises MissingWeights."""
+    """Return a file's tensors. Raises MissingWeights if the file is shorter than its header says."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -108,8 +108,9 @@ def read_identity(
 ) -> ModelIdentity:
     """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
-    dtype: that it computes in and, in words, every other choice that changes answers.
-    chat_template, pooling: the name of the one in use, if it was chosen.
+    dtype: the dtype that the model computes in, followed by every other choice that changes answers, in words.
+    chat_template, pooling: the name of a chosen one; None if the checkpoint's own is in use.
+
     Two models have the same fingerprint if these arguments, ANSWERS_VERSION, the TEXT_FILES and the tensors (name,
     type, shape and values) are the same. How the tensors are divided into files does not matter. A tensor larger than
     64 KiB is sampled, 16 times 4 KiB: another training, merge or rounding shows, an edit of a few values may not.

@@ -38,13 +38,13 @@ UNLIMITED = 2048  # the most tokens of a model that states no limit, such as one
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and facts that the engine needs of any model. Readers take an architecture's own keys from `values`.
+    """The sizes and facts that the engine needs to know of any model.
 
-    architecture: the first that config.json names, or the text part's.
+    architecture: the first that config.json names, or the text part's own.
     hidden_size to head_dim: they decide the memory of a step, and how many ranks can share the model.
-    dtype: the checkpoint's.  eos_token_ids: they end a completion.
-    values: the part of config.json that is about text.
-    whole: the first architecture that config.json names, if it has parts for images or sound too; else None.
+    dtype: of the checkpoint.  eos_token_ids: the tokens that end a completion.
+    values: the part of config.json that is about text. A reader of one architecture's own keys finds them here.
+    whole: the first architecture that config.json names, if the model has parts for images or sound too; else None.
     reads_pictures: the part for images is used.
     """
 
@@ -91,7 +91,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     try:
         architectures = config.get("architectures") or [UNNAMED]
         hidden = _size(config, "hidden_size")
-        num_heads = _size(config, "num_attention_heads", 1)  # a model without attention has none
+        num_heads = _size(config, "num_attention_heads", 1)  # absent in a model without attention
         read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
@@ -114,8 +114,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     except KeyError as error:
         listed = brief(config.get("architectures"))
         raise UnsupportedModel(
-            f"{path} has no {error.args[0]!r} of a decoder of text (architectures: {listed}): it is incomplete, or its "
-            "model is none"
+            f"{path} has no {error.args[0]!r}, which every decoder of text has (architectures: {listed}): the file is "
+            "incomplete, or describes another kind of model"
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _longest(config: Mapping[str, Any]) -> Any:
 
 
 def _stretched(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """Return the length to which YaRN stretches the original one; 0 if its values are no numbers."""
+    """Return the length to which YaRN stretches the original length; 0 if one of its values is not a number."""
     name = "original_max_position_embeddings"
     original = config.get(name) or parameters.get(name) or written_length(config)
     factor = parameters.get("factor")

@@ -31,10 +31,10 @@ class PackedForm:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Some rows and columns of a weight, not unpacked: a weight is (code - zero) * scale.
+    """Some rows and columns of a quantized weight, not unpacked. Each number is (code - zero) * scale.
 
-    codes: [rows, columns] uint8, of floats their bits.  scales: [rows, groups].  zeros: [rows, groups] uint8, None
-    for codes that are no integers.
+    codes: [rows, columns] uint8; the code of a float is its bits.  scales: [rows, groups].
+    zeros: [rows, groups] uint8; None for codes that are not integers.
     """
 
     codes: Tensor

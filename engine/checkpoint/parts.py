@@ -24,12 +24,12 @@ class Parts:
         tensor = self.get(part, (dtype,))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise WeightMismatch(
-                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's"
+                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, a matrix expected"
             )
         return tensor
 
     def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
-        """Return a part, which must have one of these dtypes, and one of these shapes if there are any."""
+        """Return a part, which must have one of these dtypes and, if shapes are given, one of these shapes."""
         name = f"{self.module}.{part}"
         if name not in self._tensors:
             raise MissingWeights(

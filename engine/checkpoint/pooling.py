@@ -86,13 +86,11 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
             normalize = True
         else:
             raise UnsupportedModel(
-                f"{folder / MODULES} has the module {kind!r} in place {place}; embeddings are computed of "
+                f"{folder / MODULES} has the module {kind!r} in place {place}; embeddings need "
                 f"{SUPPORTED}, in this order"
             )
     if modes is None:
-        raise UnsupportedModel(
-            f"{folder / MODULES} has no Pooling; embeddings are computed of {SUPPORTED}"
-        )
+        raise UnsupportedModel(f"{folder / MODULES} has no Pooling; embeddings need {SUPPORTED}")
     prompts, default_prompt = _read_prompts(folder)
     modes = modes if wanted is None else (wanted,)
     longest = _read_max_seq_length(folder) or model.max_position_embeddings
@@ -137,7 +135,7 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
     size = values.get("embedding_dimension", values.get("word_embedding_dimension", hidden_size))
     if size != hidden_size:
         raise ConfigError(
-            f"{path} pools vectors of {brief(size)} numbers, the model's have {hidden_size}"
+            f"{path} pools vectors of {brief(size)} numbers, and the model's vectors have {hidden_size}"
         )
     if values.get("include_prompt", True) is not True:
         raise UnsupportedModel(
@@ -171,7 +169,8 @@ def _read_max_seq_length(folder: Path) -> int | None:
             f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
         )
     length = values.get("max_seq_length")
-    if length is None:  # the tokenizer's own file, where no limit is a very large number
+    if length is None:
+        # The tokenizer's own file may have it. There a very large number stands for no limit.
         path = folder / "tokenizer_config.json"
         length = read_json(path).get("model_max_length") if path.is_file() else None
         return length if type(length) is int and length > 0 else None

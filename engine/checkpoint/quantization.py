@@ -82,7 +82,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     try:
         method = values.get("quant_method")
         if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
-            method = "bitsandbytes"  # transformers has not written the method before 4.32
+            method = "bitsandbytes"  # transformers writes quant_method since 4.32
         if method not in READERS:
             raise UnsupportedModel(
                 f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}"
@@ -146,7 +146,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 
 def _read_bitsandbytes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """Read the section that transformers' BitsAndBytesConfig writes; only the weights' files say how large a block is."""
+    """Read what transformers' BitsAndBytesConfig writes. The weight files say how large a block is."""
     is_four_bits = values.get("load_in_4bit") is True
     if is_four_bits == (values.get("load_in_8bit") is True):
         found = f"load_in_4bit {values.get('load_in_4bit')!r}, load_in_8bit {values.get('load_in_8bit')!r}"
@@ -183,7 +183,7 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
     }[strategy]
     targets = tuple(group["targets"])
     for target in targets:
-        _matches(target, "")
+        _matches(target, "")  # raises re.error if the target holds a faulty pattern
     return Scheme(
         layout,
         kind,

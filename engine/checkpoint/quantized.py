@@ -281,7 +281,7 @@ def unpacked(
 
 
 def _is_quantized(tensors: Mapping[str, CheckpointTensor], module: str) -> bool:
-    """Whether a module's tensor `weight` is quantized: it has a dtype of codes, or something beside it."""
+    """Whether a module's tensor `weight` is quantized: its dtype is a dtype of codes, or the files hold its scales."""
     if tensors[f"{module}.weight"].dtype in ONE_BYTE:
         return True
     beside = ("weight_scale", "weight_scale_inv", *FOUR_BIT_PARTS)
@@ -304,14 +304,14 @@ def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open compressed-tensors' words: their numbers lie along the rows, with 2^(bits - 1) added to each."""
+    """Open compressed-tensors' words. A word holds neighbours of one row, each with 2^(bits - 1) added."""
     shape = parts.get("weight_shape", ("I64", "I32"), (2,))
     rows, columns = shape.whole().tolist()
     size = 32 // scheme.bits
     words = parts.matrix("weight_packed", "I32")
     if words.shape != (rows, -(-columns // size)):
         raise damaged(
-            shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not"
+            shape, f"is {[rows, columns]}, which does not fit words of shape {list(words.shape)}"
         )
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points: Codes | int = 1 << (scheme.bits - 1)
@@ -331,12 +331,19 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open a weight's transpose, [in, out]: a word holds 8 columns of it in AWQ, and 8 or 4 rows in GPTQ."""
+    """Open a weight that is stored as its transpose, [in, out].
+
+    A word of that holds 8 columns in AWQ, and 8 or 4 rows in GPTQ.
+    """
     words = parts.matrix("qweight", "I32")
     size = 32 // scheme.bits
     is_awq = scheme.layout == "awq"
     dim = 1 if is_awq else 0
-    columns, rows = (total * (size if dim == i else 1) for i, total in enumerate(words.shape))
+    columns, rows = words.shape
+    if is_awq:
+        rows *= size
+    else:
+        columns *= size
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points = parts.get("qzeros", ("I32",), (num_scales[1], rows // size))
     return QuantizedTensor(
@@ -365,13 +372,13 @@ def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 def _group_of_column(
     parts: Parts, part: str, columns: int, scheme: Scheme
 ) -> CheckpointTensor | None:
-    """Return the tensor that says which scale each column has; None if the columns' groups are in order."""
+    """Return the tensor that says which scale each column has; None if a group's columns are adjacent."""
     if not scheme.column_groups and not parts.holds(part):
         return None
     found = parts.get(part, ("I32", "I64"), (columns,))
     in_order = torch.arange(columns) // (scheme.block[1] or columns)
     if torch.equal(found.whole().long(), in_order):
-        return None  # GPTQ's files have it without desc_act too
+        return None  # GPTQ's files hold this tensor even if the columns are in order
     return found
 
 

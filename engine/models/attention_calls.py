@@ -94,6 +94,7 @@ def describe_mask(
         return seen.expand(1, 1, len(queries), len(keys))
 
     def first_seen(query: int) -> int:
+        # The last of these keys is the token after the query.
         row = sees(
             torch.tensor([query], device=device), torch.arange(query + 2, device=device)
         ).flatten()
@@ -149,7 +150,7 @@ def _reach(first_seen: Callable[[int], int]) -> MaskSpan:
 def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
     """Return the attention that a recorded call asks for. Raises UnsupportedModel for one that is not built.
 
-    max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is left out.
+    max_positions: the most tokens of a sequence. A window or chunk that holds all of them is left out.
     """
     _refuse_unbuilt(call)
     if call.options.get("is_causal") is False or not getattr(call.module, "is_causal", True):
@@ -169,7 +170,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
     window, chunk = (span if span and span < max_positions else None for span in _span_of(call))
     if is_indexed and (window or chunk or bias is not None):
         raise UnsupportedModel(
-            "an index chooses tokens within a window, a chunk or beside slopes, which is not built"
+            "an index chooses tokens, and there is a window, a chunk or a slope too: that is not built"
         )
     return AttentionFeatures(
         num_heads=call.query.shape[1],
@@ -186,7 +187,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
 
 
 def chosen_by(call: AttentionCall) -> Tensor | None:
-    """Return the places of the tokens that a call attends to, [1 or kv_heads, tokens, any]; None for all."""
+    """Return the positions of the tokens that each query attends to, [1 or kv_heads, tokens, any]; None for all."""
     blocks: Tensor | None = call.options.get("block_indices")
     if blocks is None:
         return call.options.get("indices")
@@ -195,10 +196,11 @@ def chosen_by(call: AttentionCall) -> Tensor | None:
 
 
 def _refuse_unbuilt(call: AttentionCall) -> None:
-    said = {
+    """Raise UnsupportedModel if the call sets an option that is not built."""
+    set_options = {
         name for name, value in call.options.items() if value is not None and value is not False
     }
-    unknown = said - BUILT - IDLE - {"is_causal"}
+    unknown = set_options - BUILT - IDLE - {"is_causal"}
     if unknown:
         raise UnsupportedModel(
             f"its attention takes {', '.join(sorted(unknown))}, which is not built"
@@ -233,9 +235,9 @@ def _slopes_of(call: AttentionCall) -> Tensor | None:
 
 
 class PagedAttention:
-    """Answers the calls of each forward pass in their recorded order.
+    """Answers the attention calls of each forward pass, which must come in their recorded order.
 
-    features: of all calls.  only_windows: a picture's tokens see each other only in layers with a window.
+    features: of each call.  only_windows: a picture's tokens see each other only in layers with a window.
     """
 
     only_windows = False
@@ -296,7 +298,7 @@ class PagedAttention:
             raise UnsupportedModel(
                 "its layers attend in another order than when the model was loaded"
             )
-        _refuse_unbuilt(call)  # some options come only with long sequences
+        _refuse_unbuilt(call)  # a model may set some options only for long sequences
         batch, cache = self._pass
         features = self.features[index]
         layer_cache = cache.layers[index]
@@ -305,7 +307,7 @@ class PagedAttention:
             _rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value)
         )
         if len(key) != len(batch.slot_mapping):
-            raise UnsupportedModel("it attends to other keys than one of each token")
+            raise UnsupportedModel("it does not attend to exactly one key for each token")
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
@@ -329,7 +331,7 @@ class PagedAttention:
 
 
 def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Turn [1, heads, tokens, dim] into [tokens, heads, head_dim], with zeros behind narrower heads."""
+    """Turn [1, heads, tokens, dim] into [tokens, heads, head_dim]; narrower heads end in zeros."""
     rows = x[0].transpose(0, 1).to(dtype)
     if rows.shape[-1] < head_dim:
         return F.pad(rows, (0, head_dim - rows.shape[-1]))

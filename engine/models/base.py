@@ -76,7 +76,7 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return final hidden states [tokens, hidden] of all rows; their keys and values are stored."""
+        """Return the final hidden states of all rows, [tokens, hidden], and store their keys and values."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

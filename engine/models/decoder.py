@@ -76,7 +76,8 @@ class DecoderAttention(WeightedModule):
             self.q_norm = parts.norm(sizes.head_dim)
             self.k_norm = parts.norm(sizes.head_dim)
         elif config.flags.qk_norm == "whole":
-            self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
+            self.q_norm = parts.norm(self.qkv_proj.rows["q"])
+            self.k_norm = parts.norm(self.qkv_proj.rows["k"])
         self.qk_norm = config.flags.qk_norm
         self.heads = tp.share(sizes.num_heads, "attention heads")
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
@@ -170,7 +171,10 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(WeightedModule):
-    """One block. It passes the last output on beside the residual stream, so that the next norm adds it."""
+    """One block: attention and MLP.
+
+    The MLP's output is not yet added to the residual stream: both are passed on, and the next norm adds them.
+    """
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
@@ -244,7 +248,7 @@ class DecoderModel(nn.Module):
         rotations: Sequence[Rotation],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the final hidden states [tokens, hidden], or of `rows` alone: the last block skips the others."""
+        """Return the final hidden states, [tokens, hidden]; with `rows`, those of these rows alone."""
         hidden = self.embed_tokens(batch.token_ids)
         if self.embedding_scale is not None:
             hidden *= self.embedding_scale
@@ -252,7 +256,9 @@ class DecoderModel(nn.Module):
         last = len(self.layers) - 1
         caches = iter(cache.layers)
         for i, layer in enumerate(self.layers):
-            wanted = rows if i == last else None
+            wanted = (
+                rows if i == last else None
+            )  # earlier blocks compute all rows, for the attention after them
             layer_cache = next(caches) if i not in self.with_states else cache.states_of(i)
             stream = layer(stream, rotations, batch, layer_cache, wanted)
         normed, _ = stream.normed(self.norm)
@@ -306,7 +312,7 @@ class DecoderForCausalLM(CausalModel):
         return hidden
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the hidden states of all rows, as a recorded step needs them."""
+        """Return the hidden states of all rows. A step that a graph records computes all of them."""
         hidden: Tensor = self.model(batch, cache, self._rotations(batch))
         return hidden
 
@@ -323,5 +329,5 @@ class DecoderForCausalLM(CausalModel):
         return each_row(capped, logits) if self.is_deterministic else capped(logits)
 
     def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
-        """Return each rotation's cosines and sines of the batch's tokens."""
+        """Return the cosines and sines at the batch's positions, for each rotation."""
         return [rotary(batch.positions) for rotary in self.rotaries]

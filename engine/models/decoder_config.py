@@ -38,7 +38,7 @@ def size(values: Mapping[str, Any], name: str) -> int:
 
 
 def truth(values: Mapping[str, Any], name: str) -> bool:
-    """Return true or false, False if null or absent. Raises ConfigError for another value."""
+    """Return a boolean; null and a missing key count as False. Raises ConfigError for another value."""
     value = values.get(name) or False
     if type(value) is not bool:
         raise ConfigError(f"config.json: {name} must be true or false, got {brief(value)}")
@@ -167,15 +167,15 @@ def _read_rope(
     if kind in SCALED_FROM_ORIGINAL:
         name = "original_max_position_embeddings"
         parameters[name] = known[name] or parameters.get(name) or max_positions
-    turning = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
-    if turning != 1.0 and "partial_rotary_factor" not in known:
+    rotated_share = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
+    if rotated_share != 1.0 and "partial_rotary_factor" not in known:
         raise UnsupportedModel(
-            f"partial_rotary_factor {turning!r} is not supported for this architecture"
+            f"partial_rotary_factor {rotated_share!r} is not supported for this architecture"
         )
-    rotary_dim = int(head_dim * turning)
+    rotary_dim = int(head_dim * rotated_share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
-            f"config.json: of a head's {head_dim} numbers {rotary_dim} would turn; it must be an even number"
+            f"config.json: {rotary_dim} of a head's {head_dim} numbers would be rotated; that must be an even number"
         )
     parameters.setdefault("rope_theta", theta)
     rope = Rope(kind, rotary_dim, number(parameters, "rope_theta"), max_positions, parameters)
@@ -217,10 +217,11 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder's sizes and options; `layers` first to last.
+    """A decoder's sizes and options.
 
-    sizes: vocab_size to head_dim are the decoder's.  attention_scale, attention_soft_cap: as in AttentionFeatures.
-    logit_soft_cap: logits become cap * tanh(logit / cap); None if not.
+    sizes: the decoder uses vocab_size to head_dim.  layers: from first to last.
+    attention_scale, attention_soft_cap: as `scale` and `soft_cap` of AttentionFeatures.
+    logit_soft_cap: logits become cap * tanh(logit / cap); None leaves them as they are.
     """
 
     flags: DecoderFlags
@@ -361,8 +362,11 @@ def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
                 f"layers of type {', '.join(unknown)} are not supported natively"
             )
         return kinds
-    for key in PATTERNS.keys() & known.keys():
-        return [PATTERNS[key] if (i + 1) % size(known, key) else FULL for i in range(num_layers)]
+    patterns = PATTERNS.keys() & known.keys()
+    if patterns:
+        (pattern,) = patterns  # an architecture reads at most one
+        step = size(known, pattern)
+        return [FULL if (i + 1) % step == 0 else PATTERNS[pattern] for i in range(num_layers)]
     if known.get("sliding_window") is None or not known.get("use_sliding_window", True):
         return [FULL] * num_layers
     first = known.get("max_window_layers", 0)

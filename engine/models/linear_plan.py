@@ -105,7 +105,7 @@ class RowShare(PackedLinear):
 
 
 class EmbeddingShare(nn.Module):
-    """This rank's rows of the vocabulary; a sum over the ranks adds those of others."""
+    """An embedding whose rows are split over the ranks. A sum over the ranks adds the rows of other ranks."""
 
     def __init__(self, whole: nn.Embedding, share: Share, tp: TensorParallel) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 
 
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
-    """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
+    """Whether a checkpoint can generate text. Raises UnsupportedModel if it can neither generate nor embed."""
     if path.is_single_pass:
         has_head = False
         embeds = embeds or model.architecture.endswith(CLASSIFIES)
@@ -73,7 +73,9 @@ def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
         path.decoder.tie_word_embeddings and model.architecture not in BODIES
     )
     if not has_head:
-        with open_tensors(list_weight_files(folder)) as tensors:  # a quantized head has no tensor lm_head.weight
+        with open_tensors(
+            list_weight_files(folder)
+        ) as tensors:  # a quantized head may have no tensor lm_head.weight
             names = own_names(tensors, is_text_part=model.is_text_part)
             has_head = any(name.startswith("lm_head.") for name in names)
     return has_head
@@ -108,7 +110,7 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
     is_single_pass = reads_in_one_pass(model.whole or model.architecture)
     if is_single_pass and model.whole is not None:
         raise UnsupportedModel(
-            f"{model.whole} has no LM head, and reads more than text: that is not built"
+            f"{model.whole} has no LM head, and reads more than text: such models are not built"
         )
     if model.reads_pictures:
         return ModelPath(None, "it reads pictures", is_single_pass)
@@ -138,8 +140,8 @@ def load_model(
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    embeds: it needs no LM head. Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another
-    ConfigError.
+    embeds: the model is only to embed, so it needs no LM head.
+    Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
     if deterministic:
@@ -153,9 +155,9 @@ def load_model(
     original = longrope_length(config)
     if original is not None and place.max_positions > original:
         logger.warning(
-            "this model turns heads by other factors in sequences of more than %d tokens, and a KV cache "
-            "cannot change factors while a sequence grows: all sequences have those of long ones; if %d "
-            "tokens are enough, set max_model_len=%d", original, original, original,
+            "this model has other rotary factors for sequences of more than %d tokens, and a KV cache cannot "
+            "change factors while a sequence grows: all sequences take the factors of long ones; if %d tokens "
+            "are enough, set max_model_len=%d", original, original, original,
         )  # fmt: skip
     rotation_dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
     rotaries = [
@@ -167,14 +169,14 @@ def load_model(
         model = DecoderForCausalLM(
             DecoderParts(decoder, place.tp, place.backend, place.dtype), rotaries
         )
-    load_weights(
-        model,
-        folder,
-        place.device,
-        config,
-        None if quantization is None else (kernels and kernels.quantize_rows) or quantize_rows,
-        None if quantization is not None or deterministic else _packed_kernels(place),
-    )
+    row_quantizer = None
+    packed_kernels = None
+    if quantization is not None:
+        own_quantizer = None if kernels is None else kernels.quantize_rows
+        row_quantizer = own_quantizer or quantize_rows
+    elif not deterministic:
+        packed_kernels = _packed_kernels(place)
+    load_weights(model, folder, place.device, config, row_quantizer, packed_kernels)
     if deterministic:
         make_deterministic(model, place.dtype)
     if quantization is not None:

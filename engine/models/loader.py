@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 
 def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
-    """Name tensors as a model with an LM head does: a checkpoint for embeddings may leave out the prefix."""
+    """Give tensors the names that they have in a model with an LM head.
+
+    A checkpoint for embeddings may lack the prefix "model.".
+    """
     if is_text_part:
         return text_tensors(tensors)
     if "embed_tokens.weight" not in tensors:
@@ -174,8 +177,8 @@ def _log_packed(packed: Sized, plain: Sequence[str]) -> None:
         logger.info("the quantized weights of %d layers stay packed in memory", len(packed))
     if plain:
         logger.info(
-            "the quantized weights of %d layers are unpacked when they are read, and take the memory of plain "
-            "ones: %s",
+            "the quantized weights of %d layers are unpacked when they are read, and then take as much memory as "
+            "plain weights: %s",
             len(plain),
             ", ".join(plain[:4]) + (", ..." if len(plain) > 4 else ""),
         )

@@ -174,10 +174,13 @@ class _Layers(dict[int, LinearAttentionLayer]):
 
 
 class Mixers:
-    """The wrapped mixers and indexers of a model. states: of one sequence, in all layers. index_keys: of a token."""
+    """The mixers and indexers of a model, wrapped so that they compute from the engine's cache.
+
+    states: the shapes of a sequence's states, in all layers. index_keys: the shapes of a token's index keys.
+    """
 
     def __init__(self, cache: StateCache, argument: str) -> None:
-        """cache: with which the model was run. argument: by which the body takes it."""
+        """cache: what the model was given while it was recorded. argument: the name of the body's cache argument."""
         self.states = cache.shapes()
         self._cache = cache
         self._argument = argument
@@ -236,6 +239,7 @@ class Mixers:
     def _compute_part(
         self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", arguments: Any
     ) -> None:
+        """Compute one sequence's rows from its states in the pool, and store the new states."""
         self._fill(pool, part.source)
         args, options = rows.cut(arguments, part.start, part.end)
         rows.take(compute(*args, **options), part.start, part.end)
@@ -309,11 +313,11 @@ class _Rows:
         for place, x in enumerate(self._last):
             if isinstance(x, Tensor) and x.shape[:2] == shape:
                 whole = self._wholes.setdefault(place, x.new_empty(1, self._num_rows, *x.shape[2:]))
-                if whole.shape[2:] == x.shape[2:]:  # else it had that shape by chance
+                if whole.shape[2:] == x.shape[2:]:  # otherwise x only looked like rows
                     whole[:, start:end] = x.transpose(0, 1) if by_row else x
 
     def joined(self) -> Any:
-        """Return the output of all rows, with whatever else the last part returned."""
+        """Return the output for all rows. What does not belong to rows in it is what the last part returned."""
         return tree_unflatten(
             [self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form
         )

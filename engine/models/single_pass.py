@@ -1,8 +1,8 @@
 """Models that read each text in one pass, several texts at a time: transformers' encoders, and heads that classify.
 
-If a class attends through transformers' attention interface, the texts of a step lie one behind the other in one row,
-and each attends only to itself. If not, they are padded, those of like lengths together. The runner compares both
-ways with texts that are computed alone.
+If a class attends through transformers' attention interface, the texts of a step follow each other in one row, and
+each text attends only to itself. Otherwise texts are padded, and computed together with texts of similar lengths. The
+runner compares both ways with texts that are computed alone.
 """
 
 import functools
@@ -99,10 +99,10 @@ def load_single_pass(
 
 
 class SinglePass:
-    """Computes texts of token ids: their hidden states or, if it classifies, a number for each class.
+    """Computes the hidden states of texts or, if the model classifies, a number for each class.
 
-    A token of a second text has the vocabulary's size added to its id.
-    max_positions: the most tokens of a text, None if the model has no table of positions.
+    A text is its token ids. In a pair, the ids of the second text's tokens have the vocabulary's size added.
+    max_positions: the most tokens of a text; None if the model has no table of positions.
     """
 
     def __init__(self, model: Any, *, classifies: bool) -> None:
@@ -153,7 +153,7 @@ class SinglePass:
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Tensor]) -> Tensor:
-        """Compute texts, [tokens] int64 each: hidden states [all tokens, hidden], or [texts, classes]."""
+        """Compute texts, each [tokens] int64; return hidden states, [all tokens, hidden], or [texts, classes]."""
         if self._attention is None:
             return self._in_groups(texts, lambda group: self._padded([texts[i] for i in group]))
         lengths = [len(text) for text in texts]
@@ -175,7 +175,7 @@ class SinglePass:
     def _packed(self, texts: Sequence[Tensor], attention: "PackedAttention") -> Tensor:
         """Compute texts as one row: states [tokens, hidden]."""
         num_tokens = sum(map(len, texts))
-        # rounded up, as oneDNN makes code for each number of rows, in a millisecond, and keeps half a MB of it
+        # Rounded up: for each new number of rows oneDNN takes a millisecond to make code, and keeps half a MB of it.
         padding = texts[0].new_zeros(-num_tokens % (8 if num_tokens <= 512 else 64))
         row = torch.cat([*texts, padding])
         attention.begin([len(text) for text in (*texts, padding) if len(text)])
@@ -257,7 +257,7 @@ class SinglePass:
         ]
         try:
             self.model(input_ids=tokens % self._vocab_size)
-        except Exception as error:  # whatever the model makes of its files
+        except Exception as error:  # a model's code may raise anything
             raise UnsupportedModel(f"its forward pass raises {quoted(error)}") from error
         finally:
             for hook in hooks:
@@ -297,8 +297,8 @@ class SinglePass:
         try:
             self._attend_by(RULES)
             self.model(**self._inputs(tokens))
-        except Exception as error:  # whatever the model makes of another attention
-            raise UnsupportedModel(f"its attention is its own: {error}") from error
+        except Exception as error:  # a model's code may raise anything with another attention
+            raise UnsupportedModel(f"it cannot run with another attention: {error}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -313,25 +313,24 @@ class SinglePass:
             raise UnsupportedModel("it counts positions by itself")
         attention = PackedAttention(calls)
         self._attend_by(PACKED)
-        self._layers = (
-            layer_calls,
-            pack_linears(self.model, {module for module, _, _ in layer_calls}),
-        )
-        if self.classifies:  # the innermost that gives the same states: poolers come behind it
+        packed = pack_linears(self.model, {module for module, _, _ in layer_calls})
+        self._layers = (layer_calls, packed)
+        if self.classifies:
+            # Known states replace the innermost module that returns the body's states: poolers run after it.
             states = whole.last_hidden_state
-            same = (
-                candidate
-                for candidate in bodies
-                if torch.equal(candidate[1].last_hidden_state, states)
+            same_states = (
+                (module, output)
+                for module, output in bodies
+                if torch.equal(output.last_hidden_state, states)
             )
-            innermost = next(same, None)
+            innermost = next(same_states, None)
             if innermost is None:
                 raise UnsupportedModel("its states are not finite")
             self._replace(*innermost)
         return attention
 
     def _replace(self, body: Any, output: Any) -> None:
-        """Have the body return the known states, if there are any, and else compute."""
+        """Make the body return `_known` states while there are some, and compute otherwise. output: an earlier one."""
         compute = body.forward
         kind = type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
@@ -349,11 +348,11 @@ class PackedAttention:
     """Answers a model's attention calls over one row of texts, by a compiled kernel or, text by text, by torch."""
 
     def __init__(self, calls: Sequence[AttentionCall]) -> None:
-        """Raise UnsupportedModel for an attention that is not built."""
+        """calls: the recorded attention calls. Raises UnsupportedModel if the attention of one is not built."""
         self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
         self._sights: dict[Rule | None, Sight] = {}
-        # Tasks and block tables, by group and reach.
+        # Tasks and block tables, by the number of query heads that share a KV head, and that of later tokens seen.
         self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}
         for module in self._rules:
             module.__dict__[PLACE] = self
@@ -388,9 +387,9 @@ class PackedAttention:
         longest = max(self._lengths)
         sight = self._sights.get(rule)
         if sight is None or sight.length < longest:
-            sight = self._sights[rule] = Sight.of(
-                rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device
-            )
+            length = -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP
+            sight = Sight.of(rule, length, device)
+            self._sights[rule] = sight
         return sight
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
@@ -518,15 +517,17 @@ def _parts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _of_like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Divide places into groups with little padding, short ones first."""
+    """Divide the indices of texts into groups of similar lengths, which need little padding; short texts come first."""
     group: list[int] = []
     num_tokens = 0
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if group and lengths[place] * (len(group) + 1) > MAX_PADDED * (num_tokens + lengths[place]):
+        length = lengths[place]  # the longest so far
+        num_padded = length * (len(group) + 1)
+        if group and num_padded > MAX_PADDED * (num_tokens + length):
             yield group
             group = []
             num_tokens = 0
         group.append(place)
-        num_tokens += lengths[place]
+        num_tokens += length
     if group:
         yield group

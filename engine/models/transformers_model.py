@@ -237,13 +237,13 @@ def _in_dtype(traced: Iterable[StateShape], dtype: torch.dtype) -> list[StateSha
 
 
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """Read transformers' model with all weights, on the CPU. Raises a fitting ConfigError."""
+    """Read transformers' model with all weights, on the CPU. Raises UnsupportedModel or another ConfigError."""
     import transformers
 
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
         raise UnsupportedModel(
-            f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}"
+            f"version {MIN_VERSION} or later of transformers is needed, found {transformers.__version__}"
         )
     _register()
     try:
@@ -263,13 +263,13 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
                 model, report = kind.from_pretrained(path, **options)
             except ImportError:  # a part for images or sound needs a package
                 model, report = _read_text(path, options)
-    except ConfigError:  # of quantized weights
+    except ConfigError:  # from reading quantized weights
         raise
     except SafetensorError as error:
         raise MissingWeights(
             f"{folder} holds no complete safetensors files ({error}); fetch it again"
         ) from error
-    except Exception as error:  # whatever transformers makes of what is in the files
+    except Exception as error:  # transformers may raise anything for damaged files
         problem = f"transformers {transformers.__version__} cannot load it: {quoted(error)}"
         raise UnsupportedModel(problem) from error
     _check_filled(folder, report)
@@ -394,7 +394,7 @@ def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
 
 
 def _other_parts(model: Any) -> list[tuple[str, Any]]:
-    """List the models within the model that are for images or sound, by their names."""
+    """List the parts of the model for images or sound, each with its name."""
     from transformers import PreTrainedModel
 
     about_text = {type(model.config), type(model.config.get_text_config(decoder=True))}
@@ -474,9 +474,9 @@ def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and put the paged attention in its place."""
     recorded = _record(model, place.device)
-    are_told = any(chosen_by(call) is not None for call in recorded.calls)
-    if are_told:
-        _attend_by(model, UNMASKED)  # an indexer is given a mask in any case
+    passes_choice = any(chosen_by(call) is not None for call in recorded.calls)
+    if passes_choice:
+        _attend_by(model, UNMASKED)  # the attention needs no mask, but the indexer does
     mixers = _find_mixers(model, place)
     if mixers is None and len(recorded.calls) < config.num_layers:
         raise UnsupportedModel(
@@ -488,7 +488,9 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     body, output = recorded.bodies[-1]  # the outermost ends last
     record_body = partial(_record, body, place.device)
     first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
-    chosen = mixers.chosen if mixers is not None and mixers.index_keys and not are_told else None
+    chosen = None
+    if mixers is not None and mixers.index_keys and not passes_choice:
+        chosen = mixers.chosen
     attention = PagedAttention(
         recorded.calls, place.backend, place.max_positions, place.dtype, chosen
     )
@@ -566,5 +568,7 @@ def _record(
         for hook in hooks:
             hook.remove()
         for module in part.modules():
-            module.__dict__.pop(PLACE, None)  # a module that the forward pass has added has no function
+            module.__dict__.pop(
+                PLACE, None
+            )  # a module that the forward pass has added has no function
     return recorded
