@@ -61,7 +61,10 @@ class AdapterFolder:
     """
 
     def __init__(self, folder: str | None) -> None:
-        """folder: of sub-folders with adapters; None serves no adapters. Raises ConfigError if it is not there."""
+        """Raise ConfigError if the folder is not there.
+
+        folder: its sub-folders are the adapters; None serves no adapters.
+        """
         self._folder = None if folder is None else Path(folder).expanduser()
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(
@@ -99,9 +102,8 @@ class AdapterFolder:
         try:
             adapter = self._read(name)
         except AdapterRefused:
-            adapter = (
-                None  # the files that are there now cannot be used, so they are not the pinned ones
-            )
+            # The files that are there now cannot be used, so they are not the pinned ones.
+            adapter = None
         if adapter is not None and adapter.fingerprint == fingerprint:
             return adapter
         present = "none" if adapter is None else adapter.fingerprint[:8]

@@ -20,7 +20,7 @@ ANSWERS_VERSION = 3
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file. dtype: as safetensors names it. start, end: bytes from the file's beginning."""
+    """A tensor of a file. dtype: as safetensors names it. start, end: where its data lies in the file, in bytes."""
 
     name: str
     dtype: str
@@ -37,12 +37,13 @@ def check_file(path: Path) -> list[TensorEntry]:
             if size > MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
+        data_start = 8 + size  # offsets in the header count from here
         entries = [
             TensorEntry(
                 name,
                 entry["dtype"],
                 entry["shape"],
-                *(8 + size + at for at in entry["data_offsets"]),
+                *(data_start + offset for offset in entry["data_offsets"]),
             )
             for name, entry in header.items()
             if name != "__metadata__"
@@ -151,6 +152,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
+    """Hash samples of a tensor's bytes at even distances, or all bytes of a small tensor."""
     digest = blake2b(digest_size=16)
     if length <= WHOLE_BYTES:
         offsets = [0]

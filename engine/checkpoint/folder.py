@@ -89,7 +89,8 @@ def named_places(folder: Path) -> dict[str, str]:
 def _read_places(index: Path) -> dict[str, str]:
     """Read from an index which file holds each tensor. Raises ConfigError if the index names a file elsewhere."""
     places: dict[str, str] = read_json(index).get("weight_map", {})
-    for name in places.values() if isinstance(places, dict) else [places]:
+    names = list(places.values()) if isinstance(places, dict) else [places]
+    for name in names:
         if (
             not isinstance(name, str)
             or Path(name).name != name

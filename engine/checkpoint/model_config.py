@@ -73,7 +73,8 @@ class ModelConfig:
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
 
-    Raises ConfigError for an unreadable file or a value that no model can have, or UnsupportedModel.
+    Raises ConfigError for an unreadable file or a value that no model can have, and UnsupportedModel for a model that
+    is not a decoder of text.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -92,14 +93,13 @@ def read_model_config(folder: Path) -> ModelConfig:
         architectures = config.get("architectures") or [UNNAMED]
         hidden = _size(config, "hidden_size")
         num_heads = _size(config, "num_attention_heads", 1)  # absent in a model without attention
+        num_listed_layers = len(config.get("layers_block_type") or ())
         read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
             hidden_size=hidden,
             intermediate_size=_size(config, "intermediate_size", 4 * hidden),
-            num_layers=_size(
-                config, "num_hidden_layers", len(config.get("layers_block_type") or ()) or None
-            ),
+            num_layers=_size(config, "num_hidden_layers", num_listed_layers or None),
             num_heads=num_heads,
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
             head_dim=config.get("head_dim") or hidden // num_heads,

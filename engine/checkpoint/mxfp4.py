@@ -50,8 +50,14 @@ class Mxfp4Tensor(CheckpointTensor):
 
     def part(self, *ranges: slice) -> Tensor:
         """Unpack these ranges. A dimension without a range is unpacked whole. Raises DamagedWeights."""
-        blocks, scales = self._blocks.part(*ranges[:1]), self._scales.part(*ranges[:1])
-        unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
+        blocks = self._blocks.part(*ranges[:1])
+        scales = self._scales.part(*ranges[:1])
+        unpacked = torch.stack(
+            [
+                _unpack(expert_blocks, expert_scales)
+                for expert_blocks, expert_scales in zip(blocks, scales, strict=True)
+            ]
+        )
         if not unpacked.isfinite().all():
             raise damaged(self._scales, "holds scales that are NaN or too large")
         return unpacked[(slice(None), *ranges[1:])]
@@ -59,6 +65,7 @@ class Mxfp4Tensor(CheckpointTensor):
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     """Unpack blocks [out, groups, 16] with scales [out, groups] -> [in, out] bfloat16."""
+    # By the value of a byte: the number in its lower half, and the one in its upper half.
     low = torch.tensor(NUMBERS["fp4"], dtype=torch.bfloat16).repeat(16)
     high = torch.tensor(NUMBERS["fp4"], dtype=torch.bfloat16).repeat_interleave(16)
     pairs = torch.stack((low, high), -1)[blocks.int()]

@@ -1,4 +1,4 @@
-"""Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files say."""
+"""Pooling: how a checkpoint turns a text into one vector, as the files of sentence-transformers say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,8 +117,10 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             raise ConfigError(
                 f"{folder / MODULES} must name each module's type and its folder, inside this one: {brief(module)}"
             )
-        # modules of other packages keep their whole names: their code may do anything
-        modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
+        if kind.startswith(PACKAGE):
+            kind = kind.rpartition(".")[2]
+        # Types of other packages keep their whole names, as their code may do anything.
+        modules.append((kind, path))
     return modules
 
 

@@ -133,14 +133,16 @@ class QuantizedTensor(CheckpointTensor):
         unpacked = torch.empty(codes.shape, dtype=torch.float32)
         step = max(1, AT_ONCE // max(1, codes.shape[1]))
         for first in range(0, len(codes), step):
-            some = unpacked[first : first + step]
-            piece = codes[first : first + step]
-            some.copy_(self._numbers(piece))
+            chunk = unpacked[first : first + step]
+            chunk.copy_(self._numbers(codes[first : first + step]))
             rows = groups[0][first : first + step]
-            some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
-            some *= _spread(scale, rows, groups[1])
-            # The sum is quick, but finite numbers may overflow in it. Only then are they checked one by one.
-            if not some.sum().isfinite() and not some.isfinite().all():
+            if isinstance(zero_points, int):
+                chunk -= zero_points
+            else:
+                chunk -= _spread(zeros, rows, groups[1])
+            chunk *= _spread(scale, rows, groups[1])
+            # The sum is a quick test. As finite numbers may overflow in it, the slow test decides.
+            if not chunk.sum().isfinite() and not chunk.isfinite().all():
                 culprit = self if scale.isfinite().all() else self._scale
                 raise damaged(culprit, "has numbers that are NaN or infinite")
         return unpacked
@@ -156,7 +158,7 @@ class QuantizedTensor(CheckpointTensor):
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
     """Return the number of scales of a weight [out, in] in each dimension.
 
-    block: the rows and the columns that share a scale; None stands for a whole dimension.
+    block: the numbers of rows and of columns that share a scale; None stands for a whole dimension.
     """
     sizes = [size or total for size, total in zip(block, shape, strict=True)]
     return tuple(-(-total // size) for size, total in zip(sizes, shape, strict=True))
@@ -297,7 +299,8 @@ def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     if rows == columns == 1:
         shapes.append(())
     scale_name = "weight_scale_inv" if parts.holds("weight_scale_inv") else scheme.scale_name
-    scale = parts.get(scale_name, FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0"), *shapes)
+    scale_dtypes = FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0")
+    scale = parts.get(scale_name, scale_dtypes, *shapes)
     has_zero_points = scheme.zero_points or parts.holds("weight_zero_point")
     zero_points = parts.get("weight_zero_point", ("I8",), *shapes) if has_zero_points else 0
     return QuantizedTensor(codes.name, codes, scheme.block, scale, zero_points=zero_points)
@@ -333,7 +336,7 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     """Open a weight that is stored as its transpose, [in, out].
 
-    A word of that holds 8 columns in AWQ, and 8 or 4 rows in GPTQ.
+    A word holds 8 columns of the transpose in AWQ, and 8 or 4 of its rows in GPTQ.
     """
     words = parts.matrix("qweight", "I32")
     size = 32 // scheme.bits
@@ -400,7 +403,7 @@ def _open_four_bits(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_int8_rows(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open bitsandbytes' int8."""
+    """Open a bitsandbytes int8 weight, with a scale for each row."""
     codes = parts.matrix("weight", "I8")
     scales = open_row_scales(parts, codes.shape[0])
     return QuantizedTensor(codes.name, codes, scheme.block, scales)

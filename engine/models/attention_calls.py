@@ -43,7 +43,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class AttentionCall:
     """One call of the attention function.
 
-    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; the dim of values may be another.
+    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; values may have another dim.
     mask: what the model's own mask function made, or None.  options: every other argument.
     """
 
@@ -187,7 +187,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
 
 
 def chosen_by(call: AttentionCall) -> Tensor | None:
-    """Return the positions of the tokens that each query attends to, [1 or kv_heads, tokens, any]; None for all."""
+    """Return the positions of the tokens that each query attends to, [1 or kv_heads, tokens, chosen]; None for all."""
     blocks: Tensor | None = call.options.get("block_indices")
     if blocks is None:
         return call.options.get("indices")
@@ -208,6 +208,7 @@ def _refuse_unbuilt(call: AttentionCall) -> None:
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
+    """Return the window and the chunk of a call's attention. Raises UnsupportedModel for a mask of another kind."""
     span: MaskSpan | UnsupportedModel | None = getattr(call.mask, "span", None)
     if isinstance(span, UnsupportedModel):
         raise span
@@ -312,12 +313,10 @@ class PagedAttention:
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
         metadata = batch.attention
-        if batch.pictures is not None and batch.pictures.attention is not None:
-            metadata = (
-                metadata
-                if self.only_windows and features.window is None
-                else batch.pictures.attention
-            )
+        pictures = batch.pictures
+        is_causal = self.only_windows and features.window is None
+        if pictures is not None and pictures.attention is not None and not is_causal:
+            metadata = pictures.attention
         chosen = chosen_by(call) if self._chosen is None else self._chosen()
         if chosen is not None:
             assert isinstance(metadata, TorchMetadata), "no other backend takes such features"

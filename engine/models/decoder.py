@@ -146,7 +146,7 @@ class DecoderAttention(WeightedModule):
 class DecoderMLP(nn.Module):
     """Gated MLP: down(activation(gate(x)) * up(x)).
 
-    intermediate_size: the width between; None stands for the configuration's.
+    intermediate_size: how many features gate and up have; None stands for the configuration's number.
     """
 
     def __init__(self, parts: DecoderParts, intermediate_size: int | None = None) -> None:
@@ -256,9 +256,8 @@ class DecoderModel(nn.Module):
         last = len(self.layers) - 1
         caches = iter(cache.layers)
         for i, layer in enumerate(self.layers):
-            wanted = (
-                rows if i == last else None
-            )  # earlier blocks compute all rows, for the attention after them
+            # Earlier blocks compute all rows, for the attention of the blocks after them.
+            wanted = rows if i == last else None
             layer_cache = next(caches) if i not in self.with_states else cache.states_of(i)
             stream = layer(stream, rotations, batch, layer_cache, wanted)
         normed, _ = stream.normed(self.norm)

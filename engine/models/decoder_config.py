@@ -59,6 +59,12 @@ def read_experts(
         raise UnsupportedModel(
             f"experts with hidden_act {known['hidden_act']!r} are not supported natively"
         )
+    swiglu = None
+    if "swiglu_alpha" in known:
+        swiglu = (number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
+    shared_size = 0
+    if "shared_expert_intermediate_size" in known:
+        shared_size = size(known, "shared_expert_intermediate_size")
     count_key = "num_experts" if known["num_local_experts"] is None else "num_local_experts"
     experts = Experts(
         num_experts=size(known, count_key),
@@ -68,13 +74,9 @@ def read_experts(
         ),
         normalised="norm_topk_prob" not in known or truth(known, "norm_topk_prob"),
         bias=flags.expert_bias,
-        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
-        if "swiglu_alpha" in known
-        else None,
+        swiglu=swiglu,
         interleaved=flags.interleaved_experts,
-        shared_size=size(known, "shared_expert_intermediate_size")
-        if "shared_expert_intermediate_size" in known
-        else 0,
+        shared_size=shared_size,
     )
     if experts.num_chosen > experts.num_experts:
         raise ConfigError(

@@ -46,7 +46,10 @@ def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorPara
 
 @torch.inference_mode()
 def make_deterministic(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
-    """Have the loaded model's products computed in tiles. dtype: the model's. Raises NotDeterministic."""
+    """Make the loaded model compute its matrix products in tiles, whose bits do not depend on the batch's size.
+
+    dtype: the model's. Raises NotDeterministic.
+    """
     known: dict[tuple[object, ...], Sequence[int]] = {}
 
     def tiled(product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:

@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    #: "none", or a key of ACTIVATIONS that is applied to y as well. Only a packed weight may have one.
+    #: What is applied to y: nothing, or a key of ACTIVATIONS if the weight is packed.
     activation = "none", ""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -75,6 +75,7 @@ class ColumnShare(PackedLinear):
         part = super().forward(x)
         share = self.share
         if self.gather == "all":
+            # Each rank adds its features, with zeros in place of the others.
             return self.tp.all_reduce(
                 F.pad(part, (share.start, share.total - share.start - share.length))
             )
@@ -156,9 +157,9 @@ def fuse_linears(
                     module.forward = nn.Identity().forward
                     changed.append((maker, "activation"))
                     changed.append((module, "forward"))
-        elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[
-            0
-        ].weight.is_mkldnn:
+            continue
+        ends_in_norm = [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm]
+        if ends_in_norm and layers[0].weight.is_mkldnn:
             fused = partial(_norm_of_sum, *layers)
             if _gives(fused, args, output):
                 module.forward = fused
@@ -169,6 +170,7 @@ def fuse_linears(
 def _norm_of_sum(
     product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor
 ) -> Tensor:
+    """Return norm(product(x) + other). oneDNN adds `other` as it computes the product."""
     rows = x.flatten(0, -2)
     other_rows = other.flatten(0, -2)
     total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(

@@ -73,9 +73,8 @@ def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
         path.decoder.tie_word_embeddings and model.architecture not in BODIES
     )
     if not has_head:
-        with open_tensors(
-            list_weight_files(folder)
-        ) as tensors:  # a quantized head may have no tensor lm_head.weight
+        with open_tensors(list_weight_files(folder)) as tensors:
+            # A quantized head may have no tensor lm_head.weight, so every name of the head counts.
             names = own_names(tensors, is_text_part=model.is_text_part)
             has_head = any(name.startswith("lm_head.") for name in names)
     return has_head

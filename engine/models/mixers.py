@@ -44,7 +44,7 @@ class StateCache(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layers: Any = _Layers(self.update_indexer)
-        self._running: list[nn.Module] = []
+        self._running: list[nn.Module] = []  # while recording; the innermost module is last
         self.mixers: dict[nn.Module, None] = {}
         self.indexers: dict[nn.Module, None] = {}
         self.index_keys: dict[int, StateShape] = {}
@@ -66,7 +66,7 @@ class StateCache(Cache):
             )
         else:
             keys = self.all_index_keys(keys, layer_idx)
-        # The layer is asked only for the number of its keys, so these have no dimensions.
+        # The layer is asked only for the number of its keys, so the keys here are empty.
         self.layers[layer_idx].keys = keys.new_empty(*keys.shape[:2], 0)
         return keys
 
@@ -317,7 +317,7 @@ class _Rows:
                     whole[:, start:end] = x.transpose(0, 1) if by_row else x
 
     def joined(self) -> Any:
-        """Return the output for all rows. What does not belong to rows in it is what the last part returned."""
+        """Return the output for all rows. Values in it that have no rows are those of the last part."""
         return tree_unflatten(
             [self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form
         )

@@ -80,9 +80,8 @@ def _falcon(
         query, key = rotate(query, key, *position_embeddings)
     else:
         alibi = alibi * module.inv_norm_factor
-        if (
-            attention_mask is not None
-        ):  # the mask holds the slopes too, so only its hidden places are kept
+        if attention_mask is not None:
+            # The mask holds the slopes too, so only its hidden places are kept.
             attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
     options = {"scaling": module.inv_norm_factor, "alibi": alibi}
     attended, _weights = answer(

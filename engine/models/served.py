@@ -9,7 +9,7 @@ from engine.models.registry import ARCHITECTURES
 
 
 def _ending(end: str, names: str) -> list[str]:
-    """Return the names, each with `end` behind it."""
+    """Return the names, each followed by `end`."""
     return [name + end for name in names.split()]
 
 

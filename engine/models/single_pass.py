@@ -117,7 +117,7 @@ class SinglePass:
         )
         self.max_positions: int | None = None
         self._body = model
-        self._known: Tensor | None = None  # padded states for the body to return uncomputed
+        self._known: Tensor | None = None  # padded hidden states for the body to return
         self._first_position = 0
         widths = [
             module.out_features for module in model.modules() if isinstance(module, nn.Linear)
@@ -157,12 +157,10 @@ class SinglePass:
         if self._attention is None:
             return self._in_groups(texts, lambda group: self._padded([texts[i] for i in group]))
         lengths = [len(text) for text in texts]
-        most = self._most_tokens if texts[0].device.type == "cpu" else sum(lengths)
+        most_tokens = self._most_tokens if texts[0].device.type == "cpu" else sum(lengths)
+        parts = _parts(lengths, most_tokens)
         hidden = torch.cat(
-            [
-                self._packed(texts[begin:end], self._attention)
-                for begin, end in _parts(lengths, most)
-            ]
+            [self._packed(texts[begin:end], self._attention) for begin, end in parts]
         )
         if not self.classifies:
             return hidden
@@ -188,7 +186,7 @@ class SinglePass:
 
     @torch.inference_mode()
     def alone(self, text: Tensor) -> Tensor:
-        """Compute one text by transformers' own code."""
+        """Compute one text by transformers' own code, to compare other ways with it."""
         before = self.model.config._attn_implementation
         with suppress(ValueError):
             self._attend_by("eager")
@@ -218,6 +216,7 @@ class SinglePass:
         return torch.cat(by_text)
 
     def _padded(self, texts: Sequence[Tensor]) -> Tensor:
+        """Compute texts in one padded batch; return hidden states without those of padding, or logits."""
         row, mask = _pad(texts, self._pad or 0)
         output = self.model(attention_mask=mask, **self._inputs(row))
         if self.classifies:
@@ -246,9 +245,9 @@ class SinglePass:
 
     def _look_at_positions(self) -> None:
         """Find the table of positions, and the place in it of a text's first token."""
-        tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None] + (
-            self._pad or 0
-        )
+        # None of these tokens is the padding token, which a model may leave out of its count.
+        first_token = (self._pad or 0) + 1
+        tokens = torch.arange(NUM_RECORDED_TOKENS, device=self.model.device)[None] + first_token
         seen: list[tuple[nn.Embedding, Tensor]] = []
         tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
         hooks = [
@@ -330,7 +329,10 @@ class SinglePass:
         return attention
 
     def _replace(self, body: Any, output: Any) -> None:
-        """Make the body return `_known` states while there are some, and compute otherwise. output: an earlier one."""
+        """While `_known` holds hidden states, make the body return them instead of computing.
+
+        output: what the body returned in an earlier pass.
+        """
         compute = body.forward
         kind = type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
@@ -352,7 +354,8 @@ class PackedAttention:
         self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
         self._sights: dict[Rule | None, Sight] = {}
-        # Tasks and block tables, by the number of query heads that share a KV head, and that of later tokens seen.
+        # The kernel's tasks and block tables, by two numbers: the query heads that share a KV head, and the tokens
+        # after itself that each token sees.
         self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}
         for module in self._rules:
             module.__dict__[PLACE] = self
@@ -406,9 +409,7 @@ class PackedAttention:
             tasks = kernel.tasks_of_sequences(
                 starts, lengths, lengths, np.arange(len(lengths)), none, kind[0], reach=after
             )
-            tables = starts[:, None] + np.arange(
-                lengths.max()
-            )  # block tables, with one token a block
+            tables = starts[:, None] + np.arange(lengths.max())  # a block holds one token
             self._tasks[kind] = tasks, torch.from_numpy(tables.astype(np.int32))
         tasks, block_tables = self._tasks[kind]
         out = torch.empty_like(query)
@@ -440,7 +441,7 @@ class Sight:
 
     @classmethod
     def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
-        """Ask the rule about each pair of tokens of a text of this length. None: all tokens see all others."""
+        """Ask the rule about each pair of tokens of a text of this length. A rule of None lets all see all."""
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
@@ -464,7 +465,7 @@ def _kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _has_kernel(call: AttentionCall) -> bool:
-    """Return whether a compiled kernel attends here, in place of torch."""
+    """Return whether a compiled kernel can answer this call, in place of torch."""
     head_dim = call.query.shape[-1]
     return (
         head_dim <= MAX_HEAD_DIM

@@ -143,9 +143,8 @@ class Body:
         self._output_type = type(output)
         self.hidden_size: int = output.last_hidden_state.shape[-1]
         self.takes_positions = takes_positions(body)
-        self._given: Tensor | None = (
-            None  # hidden states for the body to return instead of computing
-        )
+        # Hidden states for the body to return instead of computing them.
+        self._given: Tensor | None = None
         body.forward = self._forward
 
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -326,9 +325,8 @@ def _values_for(kind: Any, folder: Path) -> Any:
     ):
         return values
     if isinstance(text, kind.config_class):
-        return (
-            text  # the file describes a multimodal model, and `kind` is the class of its text part
-        )
+        # The file describes a multimodal model, and `kind` is the class of its text part.
+        return text
     expected = kind.config_class.__name__
     held = type(values).__name__
     raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {held}")
@@ -568,7 +566,6 @@ def _record(
         for hook in hooks:
             hook.remove()
         for module in part.modules():
-            module.__dict__.pop(
-                PLACE, None
-            )  # a module that the forward pass has added has no function
+            # A module that the forward pass has added has no function.
+            module.__dict__.pop(PLACE, None)
     return recorded
