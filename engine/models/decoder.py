@@ -129,7 +129,7 @@ class DecoderAttention(WeightedModule):
         batch: ForwardBatch,
         cache: LayerKVCache,
     ) -> Tensor:
-        """Store keys and values in the cache; return the queries."""
+        """Normalise and rotate queries and keys, store keys and values in the cache, and return the queries."""
         each_head = self.qk_norm == "head"
         if self.kernels is not None:
             norms = (self.q_norm.weight, self.k_norm.weight) if each_head else None

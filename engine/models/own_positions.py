@@ -38,7 +38,7 @@ class _EachResult(TorchFunctionMode):
 def counting(
     modules: Collection[nn.Module], num_tokens: int, shift: int
 ) -> Iterator[dict[nn.Module, Any]]:
-    """Find which modules make a count of all tokens, 0, 1, 2, ..., within the block, and by which function of torch.
+    """Find which modules count all tokens within the block, from 0 or 1, and by which function of torch.
 
     Yields a mapping from module to function, filled in the block. num_tokens: the tokens of the pass.
     shift: is added to each module's first count. Positions that the model is given must not look like such a count.
