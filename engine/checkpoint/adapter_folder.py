@@ -42,7 +42,7 @@ PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as its files are now. fingerprint: 32 hexadecimal digits, a hash of both files."""
+    """An adapter as its files were when they were read. fingerprint: a hash of both files, 32 hexadecimal digits."""
 
     name: str
     fingerprint: str
@@ -50,18 +50,21 @@ class Adapter:
 
     @property
     def pinned(self) -> str:
-        """Return the name with the fingerprint: only these files answer to it."""
+        """Return the name with the fingerprint, which is valid only while the files stay the same."""
         return f"{self.name}@{self.fingerprint}"
 
 
 class AdapterFolder:
-    """Finds adapters by name: each sub-folder with both files is one. Any thread may call it.
+    """Finds adapters by name, in sub-folders that hold a configuration and weights. Any thread may call it.
 
-    Files are read again if their size or time changes, so a new sub-folder is found at once.
+    An adapter is read again if the size or time of a file changes. A new sub-folder is found at once.
     """
 
     def __init__(self, folder: str | None) -> None:
-        """folder: None for none. Raises ConfigError if it is not there."""
+        """Raise ConfigError if the folder is not there.
+
+        folder: its sub-folders are the adapters; None serves no adapters.
+        """
         self._folder = None if folder is None else Path(folder).expanduser()
         if self._folder is not None and not self._folder.is_dir():
             raise ConfigError(
@@ -79,8 +82,8 @@ class AdapterFolder:
     def find(self, requested: str) -> Adapter:
         """Return the adapter of a name, or of a name pinned to a fingerprint.
 
-        Raises UnknownAdapter if there is none, and AdapterRefused if its files are not usable. If a fingerprint is
-        asked for, and its files are not there now, it raises AdapterGone.
+        Raises UnknownAdapter if there is none, AdapterRefused if its files are not usable, and AdapterGone if the name
+        is pinned and the folder no longer holds the files with this fingerprint.
         """
         match = PINNED.fullmatch(requested)
         if match is not None:
@@ -99,7 +102,8 @@ class AdapterFolder:
         try:
             adapter = self._read(name)
         except AdapterRefused:
-            adapter = None  # the files that are there now cannot be used, and are others
+            # The files that are there now cannot be used, so they are not the pinned ones.
+            adapter = None
         if adapter is not None and adapter.fingerprint == fingerprint:
             return adapter
         present = "none" if adapter is None else adapter.fingerprint[:8]
@@ -109,7 +113,7 @@ class AdapterFolder:
         )
 
     def look(self) -> tuple[list[Adapter], dict[str, str]]:
-        """Return all adapters whose files can be used, and by name why others cannot."""
+        """Return all usable adapters, and the problem of each other adapter by its name."""
         adapters: list[Adapter] = []
         problems: dict[str, str] = {}
         for name in self.names():
@@ -141,7 +145,7 @@ class AdapterFolder:
         return f"known are {', '.join(names[:MAX_LISTED])}{more}" if names else "there are none yet"
 
     def _read(self, name: str) -> Adapter | None:
-        """Return the adapter in a sub-folder; None if there is none."""
+        """Return the adapter in a sub-folder; None if the folder has no configuration of an adapter."""
         if self._folder is None or not _can_be_asked_for(name):
             return None
         folder = self._folder / name
@@ -163,9 +167,9 @@ class AdapterFolder:
 
 
 def _can_be_asked_for(name: str) -> bool:
-    """Whether this may be an adapter's name: a folder's that is not hidden, on one line, and not like a pinned one."""
-    is_folder = bool(name) and not name.startswith(".") and Path(name).name == name
-    return is_folder and name.isprintable() and PINNED.fullmatch(name) is None
+    """Whether this may be an adapter's name: the name of a visible folder, printable, and not in the pinned form."""
+    is_folder_name = bool(name) and not name.startswith(".") and Path(name).name == name
+    return is_folder_name and name.isprintable() and PINNED.fullmatch(name) is None
 
 
 def _state(path: Path) -> tuple[int, int, int]:
@@ -211,7 +215,7 @@ def check_files(name: str, folder: Path) -> None:
 
 
 def _problem(values: Mapping[str, Any]) -> str | None:
-    """Say what of a configuration is not built; None if nothing is."""
+    """Say what a configuration asks for that is not built; None if all of it is built."""
     kind = values.get("peft_type")
     if kind != "LORA":
         return f"peft_type is {kind!r}, and only 'LORA' is built"
@@ -246,7 +250,10 @@ def _problem(values: Mapping[str, Any]) -> str | None:
 
 
 def scale_of(values: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of a module's product. values: adapter_config.json. rank: rows of lora_A."""
+    """Return the factor by which an adapter's change of a module is multiplied.
+
+    values: adapter_config.json. rank: the number of rows of lora_A.
+    """
     alpha: float = values["lora_alpha"]
     for pattern, value in (values.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):  # as in PEFT

@@ -32,9 +32,9 @@ MAP_TOLERANCE = 1e-4  # versions have computed the numbers of nf4 in more than o
 
 @dataclass(frozen=True)
 class Nesting:
-    """How the magnitudes of blocks are quantized.
+    """How the largest magnitudes of a weight's blocks are themselves quantized.
 
-    block: magnitudes that share a scale. offset: a number that is added to each magnitude.
+    block: the number of magnitudes that share a scale. offset: a number that is added to each magnitude.
     """
 
     block: int
@@ -43,9 +43,10 @@ class Nesting:
 
 @dataclass(frozen=True)
 class QuantState:
-    """What a file says of a module's four-bit weight.
+    """A file's description of a module's four-bit weight.
 
-    shape: (out, in). block: numbers that share a scale, row after row. nesting: None if magnitudes are plain.
+    shape: (out, in). block: how many numbers share a scale, counted row after row.
+    nesting: None if the magnitudes of blocks are stored as plain numbers.
     """
 
     shape: tuple[int, int]
@@ -60,7 +61,9 @@ class FourBitCodes:
     """
 
     def __init__(self, stored: CheckpointTensor, shape: tuple[int, int], kind: str) -> None:
-        self.path, self.shape, self.kind = stored.path, shape, kind
+        self.path = stored.path
+        self.shape = shape
+        self.kind = kind
         self._stored = stored
 
     def part(self, *ranges: slice) -> Tensor:
@@ -84,12 +87,17 @@ class NestedMagnitudes(CheckpointTensor):
         numbers: CheckpointTensor,
         nesting: Nesting,
     ) -> None:
-        self.name, self.path, self.dtype, self.shape = codes.name, codes.path, "F32", codes.shape
-        self._codes, self._scales, self._numbers = codes, scales, numbers
+        self.name = codes.name
+        self.path = codes.path
+        self.dtype = "F32"
+        self.shape = codes.shape
+        self._codes = codes
+        self._scales = scales
+        self._numbers = numbers
         self._nesting = nesting
 
     def part(self, *ranges: slice) -> Tensor:
-        """Unpack them, on the CPU."""
+        """Unpack these magnitudes, on the CPU."""
         codes = self._codes.whole().int()
         scales = self._scales.whole()[torch.arange(len(codes)) // self._nesting.block]
         magnitudes = self._numbers.whole()[codes] * scales + self._nesting.offset
@@ -99,16 +107,21 @@ class NestedMagnitudes(CheckpointTensor):
 class BlockScales(CheckpointTensor):
     """The scales of a matrix's groups of columns, [rows, groups] float32.
 
-    Blocks go on over the ends of rows. A group is the most columns that are always in one block.
-    magnitudes: the largest one of each block. largest: the largest number that a code stands for.
+    A block may begin in one row and end in the next. A group is the largest number of columns for which each group of
+    a row lies in a single block.
+    magnitudes: the largest magnitude of each block. largest: the largest number that a code stands for.
     """
 
     def __init__(self, magnitudes: CheckpointTensor, state: QuantState, largest: float) -> None:
         rows, columns = state.shape
         self.group = gcd(columns, state.block)
-        self.name, self.path, self.dtype = magnitudes.name, magnitudes.path, "F32"
+        self.name = magnitudes.name
+        self.path = magnitudes.path
+        self.dtype = "F32"
         self.shape = (rows, columns // self.group)
-        self._magnitudes, self._block, self._largest = magnitudes, state.block, largest
+        self._magnitudes = magnitudes
+        self._block = state.block
+        self._largest = largest
 
     def part(self, *ranges: slice) -> Tensor:
         """Read these rows and groups, on the CPU."""
@@ -122,7 +135,10 @@ class RowScales(CheckpointTensor):
     """The scales of int8 rows, [rows] float32. The file holds 127 times each scale."""
 
     def __init__(self, stored: CheckpointTensor) -> None:
-        self.name, self.path, self.dtype, self.shape = stored.name, stored.path, "F32", stored.shape
+        self.name = stored.name
+        self.path = stored.path
+        self.dtype = "F32"
+        self.shape = stored.shape
         self._stored = stored
 
     def part(self, *ranges: slice) -> Tensor:
@@ -133,7 +149,8 @@ class RowScales(CheckpointTensor):
 def open_four_bits(parts: Parts) -> tuple[FourBitCodes, BlockScales]:
     """Open the codes of a module's weight, and their scales.
 
-    Raises MissingWeights or WeightMismatch as `get` of Parts does, DamagedWeights for a description of no such weight.
+    Raises MissingWeights or WeightMismatch as `get` of Parts does, and DamagedWeights if the stored description of the
+    weight is damaged or holds other numbers than nf4's or fp4's.
     """
     quant_type = "fp4" if parts.holds(STATES["fp4"]) else "nf4"
     state = _read_state(parts.get(STATES[quant_type], ("U8",)), quant_type)
@@ -157,7 +174,7 @@ def open_four_bits(parts: Parts) -> tuple[FourBitCodes, BlockScales]:
 
 
 def _open_magnitudes(parts: Parts, state: QuantState) -> CheckpointTensor:
-    """Open the largest magnitude of each block."""
+    """Open the largest magnitude of each block: float32 numbers, or 8-bit codes with scales and a table."""
     num_blocks = -(-prod(state.shape) // state.block)
     nesting = state.nesting
     if nesting is None:
@@ -171,7 +188,7 @@ def _open_magnitudes(parts: Parts, state: QuantState) -> CheckpointTensor:
 
 
 def open_row_scales(parts: Parts, num_rows: int) -> RowScales:
-    """Open the scales of a module's int8 weight. Raises UnsupportedModel if it does not lie row after row."""
+    """Open the scales of a module's int8 weight. Raises UnsupportedModel if the weight is not stored row by row."""
     if parts.holds("weight_format"):
         tensor = parts.get("weight_format", ("U8",), ())
         weight_format = int(tensor.whole())
@@ -184,7 +201,10 @@ def open_row_scales(parts: Parts, num_rows: int) -> RowScales:
 
 
 def _read_state(tensor: CheckpointTensor, quant_type: str) -> QuantState:
-    """Read a JSON object from a tensor of its bytes. Raises DamagedWeights if it describes no such weight."""
+    """Read a module's quant_state, a JSON object whose bytes are a tensor.
+
+    Raises DamagedWeights if it does not describe a weight of this quant_type.
+    """
     try:
         values = json.loads(bytes(tensor.whole().tolist()))
         rows, columns = values["shape"]

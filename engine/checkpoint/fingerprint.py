@@ -20,7 +20,7 @@ ANSWERS_VERSION = 3
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file. dtype: as safetensors names it. start, end: bytes from the file's beginning."""
+    """A tensor of a file. dtype: as safetensors names it. start, end: where its data lies in the file, in bytes."""
 
     name: str
     dtype: str
@@ -30,19 +30,20 @@ class TensorEntry:
 
 
 def check_file(path: Path) -> list[TensorEntry]:
-    """Return a file's tensors, if it is as long as its header says. Raises MissingWeights."""
+    """Return a file's tensors. Raises MissingWeights if the file is shorter than its header says."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
+        data_start = 8 + size  # offsets in the header count from here
         entries = [
             TensorEntry(
                 name,
                 entry["dtype"],
                 entry["shape"],
-                *(8 + size + at for at in entry["data_offsets"]),
+                *(data_start + offset for offset in entry["data_offsets"]),
             )
             for name, entry in header.items()
             if name != "__metadata__"
@@ -84,9 +85,11 @@ NUM_SAMPLES = 16
 class ModelIdentity:
     """The identity of a served model.
 
-    fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
-    embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
-    classes: labels of its head, () if none. control_tokens, reads_pictures, generates: filled in by an engine.
+    fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8 weights".
+    embedding_size: how many numbers an embedding has; 0 if the model gives no embeddings.
+    embedding_prompts: the names of the prompts that may stand before a text to embed.
+    classes: the labels of its classification head; () without one.
+    control_tokens, reads_pictures, generates: filled in by an engine.
     clock_formats: see engine.text.chat_templates.read_clock.
     """
 
@@ -106,8 +109,9 @@ def read_identity(
 ) -> ModelIdentity:
     """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
-    dtype: that it computes in and, in words, every other choice that changes answers.
-    chat_template, pooling: the name of the one in use, if it was chosen.
+    dtype: the dtype that the model computes in, followed by every other choice that changes answers, in words.
+    chat_template, pooling: the name of a chosen one; None if the checkpoint's own is in use.
+
     Two models have the same fingerprint if these arguments, ANSWERS_VERSION, the TEXT_FILES and the tensors (name,
     type, shape and values) are the same. How the tensors are divided into files does not matter. A tensor larger than
     64 KiB is sampled, 16 times 4 KiB: another training, merge or rounding shows, an edit of a few values may not.
@@ -139,7 +143,7 @@ def _add(digest: blake2b, *fields: bytes) -> None:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each tensor of a safetensors file (name, type, shape), with a digest of its samples."""
+    """Yield a description (name, dtype, shape) and a digest of the samples of each tensor of a safetensors file."""
     entries = check_file(path)
     with path.open("rb") as file:
         for entry in entries:
@@ -148,13 +152,14 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
+    """Hash samples of a tensor's bytes at even distances, or all bytes of a small tensor."""
     digest = blake2b(digest_size=16)
     if length <= WHOLE_BYTES:
         offsets = [0]
         sample = length
     else:
         sample = WHOLE_BYTES // NUM_SAMPLES
-        offsets = [(length - sample) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)]
+        offsets = [(length - sample) * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
     for offset in offsets:
         file.seek(start + offset)
         digest.update(file.read(sample))

@@ -36,7 +36,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _refuse_path(model: str) -> None:
-    """Raise ModelNotFound for a path: it is no hub id."""
+    """Raise ModelNotFound if the name looks like a path, which cannot be a hub id."""
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(
             f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
@@ -59,7 +59,7 @@ def find_here(model: str) -> Path | None:
 def list_weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint. Raises MissingWeights, naming a missing shard."""
     if (folder / WHOLE).is_file():
-        # It goes before an index, as in transformers: other files are a second copy.
+        # As in transformers, this file is read even if there is an index: the other files are a second copy.
         return [folder / WHOLE]
     index = folder / INDEX
     if index.is_file():
@@ -80,16 +80,17 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def named_places(folder: Path) -> dict[str, str]:
-    """Return each tensor's file, as the index names it; {} without an index. Raises ConfigError."""
+    """Return the name of each tensor's file, as the index has it; {} without an index. Raises ConfigError."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return {}
     return _read_places(folder / INDEX)
 
 
 def _read_places(index: Path) -> dict[str, str]:
-    """Read each tensor's file from an index. Raises ConfigError, for files in other folders too."""
+    """Read from an index which file holds each tensor. Raises ConfigError if the index names a file elsewhere."""
     places: dict[str, str] = read_json(index).get("weight_map", {})
-    for name in places.values() if isinstance(places, dict) else [places]:
+    names = list(places.values()) if isinstance(places, dict) else [places]
+    for name in names:
         if (
             not isinstance(name, str)
             or Path(name).name != name

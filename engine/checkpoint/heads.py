@@ -18,9 +18,10 @@ BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a head. labels: in its order.
+    """The classes of a classification head. labels: the classes' names, in the order of the head's outputs.
 
-    is_exclusive: a text has one of several, by softmax; else each by a sigmoid. A single class has a plain number.
+    is_exclusive: a text has exactly one class, by softmax; otherwise a sigmoid decides on each class by itself. This
+    has no meaning for a head with a single class, whose output is used as a plain number.
     has_plain_relevance: a cross-encoder's number is given as it is, without a sigmoid.
     """
 
@@ -30,10 +31,9 @@ class Classes:
 
 
 def reads_in_one_pass(architecture: str) -> bool:
-    """Whether a model of this name, if it is no native decoder, reads texts in one pass, without a KV cache."""
-    return architecture.endswith((CLASSIFIES, *BODY_ENDS)) and not architecture.endswith(
-        "HeadModel"
-    )
+    """Whether a model of this name reads each text in one pass, without a KV cache, unless the decoder is native."""
+    has_such_a_name = architecture.endswith((CLASSIFIES, *BODY_ENDS))
+    return has_such_a_name and not architecture.endswith("HeadModel")
 
 
 def read_classes(model: ModelConfig) -> Classes | None:
@@ -49,8 +49,8 @@ def read_classes(model: ModelConfig) -> Classes | None:
     labels = _labels(id2label) if id2label else tuple(f"LABEL_{i}" for i in range(number))
     if labels is None or len(set(labels)) != len(labels):
         raise ConfigError(
-            "config.json: id2label must name another text for each class, counted from 0: at most "
-            f"{MAX_LABELS}, of {MAX_LABEL_CHARS} characters"
+            "config.json: id2label must give each class, counted from 0, a name of its own: at most "
+            f"{MAX_LABELS} names, of at most {MAX_LABEL_CHARS} characters each"
         )
     problem = model.values.get("problem_type")
     if problem == "regression" and len(labels) > 1:
@@ -78,7 +78,7 @@ def _labels(id2label: Any) -> tuple[str, ...] | None:
 
 
 def _is_name(label: Any) -> bool:
-    """Whether it is a text that JSON and Parquet hold: no lone surrogates."""
+    """Whether a label is a short text that JSON and Parquet can hold, which means without lone surrogates."""
     return (
         isinstance(label, str)
         and len(label) <= MAX_LABEL_CHARS

@@ -38,13 +38,13 @@ UNLIMITED = 2048  # the most tokens of a model that states no limit, such as one
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and facts that the engine needs of any model. Readers take an architecture's own keys from `values`.
+    """The sizes and facts that the engine needs to know of any model.
 
-    architecture: the first that config.json names, or the text part's.
+    architecture: the first that config.json names, or the text part's own.
     hidden_size to head_dim: they decide the memory of a step, and how many ranks can share the model.
-    dtype: the checkpoint's.  eos_token_ids: they end a completion.
-    values: the part of config.json that is about text.
-    whole: the first architecture that config.json names, if it has parts for images or sound too; else None.
+    dtype: of the checkpoint.  eos_token_ids: the tokens that end a completion.
+    values: the part of config.json that is about text. A reader of one architecture's own keys finds them here.
+    whole: the first architecture that config.json names, if the model has parts for images or sound too; else None.
     reads_pictures: the part for images is used.
     """
 
@@ -66,14 +66,15 @@ class ModelConfig:
 
     @property
     def is_text_part(self) -> bool:
-        """Whether the checkpoint holds parts for images or sound too."""
+        """Whether this describes the text part of a checkpoint that has parts for images or sound too."""
         return self.whole is not None
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
 
-    Raises ConfigError for an unreadable file or a value that no model can have, or UnsupportedModel.
+    Raises ConfigError for an unreadable file or a value that no model can have, and UnsupportedModel for a model that
+    is not a decoder of text.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -91,15 +92,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     try:
         architectures = config.get("architectures") or [UNNAMED]
         hidden = _size(config, "hidden_size")
-        num_heads = _size(config, "num_attention_heads", 1)  # a model without attention has none
+        num_heads = _size(config, "num_attention_heads", 1)  # absent in a model without attention
+        num_listed_layers = len(config.get("layers_block_type") or ())
         read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
             hidden_size=hidden,
             intermediate_size=_size(config, "intermediate_size", 4 * hidden),
-            num_layers=_size(
-                config, "num_hidden_layers", len(config.get("layers_block_type") or ()) or None
-            ),
+            num_layers=_size(config, "num_hidden_layers", num_listed_layers or None),
             num_heads=num_heads,
             num_kv_heads=_size(config, "num_key_value_heads", num_heads),
             head_dim=config.get("head_dim") or hidden // num_heads,
@@ -114,8 +114,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     except KeyError as error:
         listed = brief(config.get("architectures"))
         raise UnsupportedModel(
-            f"{path} has no {error.args[0]!r} of a decoder of text (architectures: {listed}): it is incomplete, or its "
-            "model is none"
+            f"{path} has no {error.args[0]!r}, which every decoder of text has (architectures: {listed}): the file is "
+            "incomplete, or describes another kind of model"
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     for key in NAMES[name]:
         value = config.get(key)
         if value is not None:
-            # A list has one for each layer.
+            # A list has a size for each layer.
             return max(value) if isinstance(value, list) and value else value
     if default is None:
         raise KeyError(name)
@@ -138,10 +138,10 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
 
 
 def _longest(config: Mapping[str, Any]) -> Any:
-    """Return the tokens of the longest sequence.
+    """Return the number of tokens of the longest possible sequence.
 
-    YaRN stretches the length that a checkpoint was trained with. max_position_embeddings may still have the old length:
-    Qwen3's model card adds rope_scaling and leaves it alone. vLLM reads YaRN in the same way.
+    YaRN stretches the length that a checkpoint was trained with. max_position_embeddings may still be the old length:
+    Qwen3's model card says to add rope_scaling, but not to change max_position_embeddings. vLLM reads YaRN likewise.
     """
     longest = written_length(config)
     for name in ("rope_scaling", "rope_parameters"):
@@ -159,7 +159,7 @@ def _longest(config: Mapping[str, Any]) -> Any:
 
 
 def _stretched(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    """Return the length to which YaRN stretches the original one; 0 if its values are no numbers."""
+    """Return the length to which YaRN stretches the original length; 0 if one of its values is not a number."""
     name = "original_max_position_embeddings"
     original = config.get(name) or parameters.get(name) or written_length(config)
     factor = parameters.get("factor")
@@ -175,7 +175,7 @@ def written_length(config: Mapping[str, Any]) -> Any:
 
 
 def _check_values(read: ModelConfig, path: Path) -> None:
-    """Raise ConfigError unless every value has its kind and every size is possible."""
+    """Raise ConfigError unless every value has the right type and every size is possible."""
     for field in fields(read):
         value = getattr(read, field.name)
         most = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE - 1
@@ -194,7 +194,7 @@ def _check_values(read: ModelConfig, path: Path) -> None:
 
 
 def longrope_length(model: ModelConfig) -> int | None:
-    """Return the most tokens that the short rotary factors are for; None for a model with one set of factors.
+    """Return the length up to which the short rotary factors apply; None for a model with one set of factors.
 
     If longer sequences are possible, all sequences take the long factors.
     """

@@ -18,8 +18,11 @@ class Mxfp4Tensor(CheckpointTensor):
     """
 
     def __init__(self, name: str, blocks: CheckpointTensor, scales: CheckpointTensor) -> None:
-        self.name, self.path, self.dtype = name, blocks.path, "BF16"
-        self._blocks, self._scales = blocks, scales
+        self.name = name
+        self.path = blocks.path
+        self.dtype = "BF16"
+        self._blocks = blocks
+        self._scales = scales
         experts, rows, groups, _ = blocks.shape
         self.shape = (experts, groups * BLOCK, rows)
 
@@ -31,7 +34,7 @@ class Mxfp4Tensor(CheckpointTensor):
     def packed_part(self, expert: int, rows: slice, columns: slice, group: int) -> PackedPart:
         """Read these rows and columns of an expert's [out, in]. Raises DamagedWeights.
 
-        group: columns of the result that share a scale, a divisor of BLOCK.
+        group: the number of columns of the result that share a scale; BLOCK must be a multiple of it.
         """
         first_block = columns.start // BLOCK
         end_block = -(-columns.stop // BLOCK)
@@ -46,9 +49,15 @@ class Mxfp4Tensor(CheckpointTensor):
         return PackedPart(codes, scales, None)
 
     def part(self, *ranges: slice) -> Tensor:
-        """Unpack these ranges of the first dimensions, and all of the others. Raises DamagedWeights."""
-        blocks, scales = self._blocks.part(*ranges[:1]), self._scales.part(*ranges[:1])
-        unpacked = torch.stack([_unpack(*expert) for expert in zip(blocks, scales, strict=True)])
+        """Unpack these ranges. A dimension without a range is unpacked whole. Raises DamagedWeights."""
+        blocks = self._blocks.part(*ranges[:1])
+        scales = self._scales.part(*ranges[:1])
+        unpacked = torch.stack(
+            [
+                _unpack(expert_blocks, expert_scales)
+                for expert_blocks, expert_scales in zip(blocks, scales, strict=True)
+            ]
+        )
         if not unpacked.isfinite().all():
             raise damaged(self._scales, "holds scales that are NaN or too large")
         return unpacked[(slice(None), *ranges[1:])]
@@ -56,6 +65,7 @@ class Mxfp4Tensor(CheckpointTensor):
 
 def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     """Unpack blocks [out, groups, 16] with scales [out, groups] -> [in, out] bfloat16."""
+    # By the value of a byte: the number in its lower half, and the one in its upper half.
     low = torch.tensor(NUMBERS["fp4"], dtype=torch.bfloat16).repeat(16)
     high = torch.tensor(NUMBERS["fp4"], dtype=torch.bfloat16).repeat_interleave(16)
     pairs = torch.stack((low, high), -1)[blocks.int()]

@@ -19,8 +19,9 @@ LARGEST_CODE = {
 class PackedForm:
     """The form in which weights [out, in] may stay in memory as they are stored.
 
-    kind: "int4", "int8", "fp4" (e2m1), "fp8" (e4m3), or bitsandbytes' "nf4" and "bnb_fp4". group: columns of a row
-    that share a scale, None for all of them. scale_dtype: of the scales, which keeps them exactly.
+    kind: "int4", "int8", "fp4" (e2m1), "fp8" (e4m3), or bitsandbytes' "nf4" and "bnb_fp4".
+    group: the number of a row's columns that share a scale; None if all of them do.
+    scale_dtype: a dtype that holds the stored scales exactly.
     """
 
     kind: str
@@ -30,10 +31,10 @@ class PackedForm:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Some rows and columns of a weight, not unpacked: a weight is (code - zero) * scale.
+    """Some rows and columns of a quantized weight, not unpacked. Each number is (code - zero) * scale.
 
-    codes: [rows, columns] uint8, of floats their bits.  scales: [rows, groups].  zeros: [rows, groups] uint8, None
-    for codes that are no integers.
+    codes: [rows, columns] uint8; the code of a float is its bits.  scales: [rows, groups].
+    zeros: [rows, groups] uint8; None for codes that are not integers.
     """
 
     codes: Tensor

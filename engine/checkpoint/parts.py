@@ -12,7 +12,8 @@ class Parts:
     """The tensors of one quantized module."""
 
     def __init__(self, tensors: Mapping[str, CheckpointTensor], module: str) -> None:
-        self._tensors, self.module = tensors, module
+        self._tensors = tensors
+        self.module = module
 
     def holds(self, part: str) -> bool:
         """Whether the files have this part."""
@@ -23,12 +24,12 @@ class Parts:
         tensor = self.get(part, (dtype,))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise WeightMismatch(
-                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's"
+                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, a matrix expected"
             )
         return tensor
 
     def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
-        """Return a part, which must have one of these dtypes, and one of these shapes if there are any."""
+        """Return a part, which must have one of these dtypes and, if shapes are given, one of these shapes."""
         name = f"{self.module}.{part}"
         if name not in self._tensors:
             raise MissingWeights(

@@ -1,4 +1,4 @@
-"""Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files say."""
+"""Pooling: how a checkpoint turns a text into one vector, as the files of sentence-transformers say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ ACTIVATIONS = ("Identity", "ReLU", "Tanh")
 
 @dataclass(frozen=True)
 class Dense:
-    """A layer behind the pooling. folder: holds its weights. activation: of ACTIVATIONS."""
+    """A dense layer after the pooling. folder: holds its weights. activation: a name in ACTIVATIONS."""
 
     folder: Path
     out_features: int
@@ -43,10 +43,10 @@ class Dense:
 class Pooling:
     """The way in which a text becomes a vector.
 
-    modes: of MODES; the vectors of several are concatenated.  normalize: scale the whole to length 1.
-    dense: layers between pooling and that, in order.
-    max_seq_length: tokens to which a text is cut; None if it is not.
-    prompts: texts that may be put before a text, by name.  default_prompt: the name of the default one.
+    modes: names in MODES; the vectors of several modes are concatenated.
+    dense: layers after the pooling, in order.  normalize: the last vector is scaled to length 1.
+    max_seq_length: the number of tokens to which a text is cut; None leaves it whole.
+    prompts: texts that may be put before a text, by name.  default_prompt: the name of the default prompt.
     """
 
     modes: tuple[str, ...]
@@ -86,13 +86,11 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
             normalize = True
         else:
             raise UnsupportedModel(
-                f"{folder / MODULES} has the module {kind!r} in place {place}; embeddings are computed of "
+                f"{folder / MODULES} has the module {kind!r} in place {place}; embeddings need "
                 f"{SUPPORTED}, in this order"
             )
     if modes is None:
-        raise UnsupportedModel(
-            f"{folder / MODULES} has no Pooling; embeddings are computed of {SUPPORTED}"
-        )
+        raise UnsupportedModel(f"{folder / MODULES} has no Pooling; embeddings need {SUPPORTED}")
     prompts, default_prompt = _read_prompts(folder)
     modes = modes if wanted is None else (wanted,)
     longest = _read_max_seq_length(folder) or model.max_position_embeddings
@@ -117,10 +115,12 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             or path.startswith("/")
         ):
             raise ConfigError(
-                f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}"
+                f"{folder / MODULES} must name each module's type and its folder, inside this one: {brief(module)}"
             )
-        # modules of other packages keep their whole names: their code may do anything
-        modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
+        if kind.startswith(PACKAGE):
+            kind = kind.rpartition(".")[2]
+        # Types of other packages keep their whole names, as their code may do anything.
+        modules.append((kind, path))
     return modules
 
 
@@ -137,7 +137,7 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
     size = values.get("embedding_dimension", values.get("word_embedding_dimension", hidden_size))
     if size != hidden_size:
         raise ConfigError(
-            f"{path} pools vectors of {brief(size)} numbers, the model's have {hidden_size}"
+            f"{path} pools vectors of {brief(size)} numbers, and the model's vectors have {hidden_size}"
         )
     if values.get("include_prompt", True) is not True:
         raise UnsupportedModel(
@@ -171,7 +171,8 @@ def _read_max_seq_length(folder: Path) -> int | None:
             f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
         )
     length = values.get("max_seq_length")
-    if length is None:  # the tokenizer's own file, where no limit is a very large number
+    if length is None:
+        # The tokenizer's own file may have it. There a very large number stands for no limit.
         path = folder / "tokenizer_config.json"
         length = read_json(path).get("model_max_length") if path.is_file() else None
         return length if type(length) is int and length > 0 else None

@@ -28,10 +28,11 @@ STRATEGIES = {
 class Scheme:
     """The way in which some modules of a checkpoint keep their weights [out, in].
 
-    layout: "plain", a number for each weight; "packed", compressed-tensors' words of several; "awq"; "gptq";
-    "mxfp4"; or bitsandbytes' "bitsandbytes4" and "bitsandbytes8". kind: "float", "int", "nf" or "fp".
-    block: the (rows, columns) of weights that share a scale, None for all of them.
-    zero_points: whether each scale must have a zero point beside it. zero_shift: is added to the stored ones.
+    layout: "plain", a number for each weight; "packed", compressed-tensors' words of several numbers; "awq"; "gptq";
+    "mxfp4"; or bitsandbytes' "bitsandbytes4" and "bitsandbytes8".
+    kind: what the codes stand for, "float", "int", or the tables "nf" and "fp".
+    block: the numbers of rows and of columns that share a scale; None stands for all of them.
+    zero_points: whether each scale must have a zero point beside it. zero_shift: is added to the stored zero points.
     column_groups: whether the file must say which scale each column has.
     targets: the modules, as compressed-tensors writes them: names, "re:" patterns, names of classes.
     """
@@ -55,7 +56,10 @@ class Quantization:
     schemes: tuple[Scheme, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a quantized module: by its name, a pattern, or its class."""
+        """Return the scheme of a quantized module: by its name, else by a pattern, else by the name of a class.
+
+        A target that begins with a capital is the name of a class, and is taken to fit each module.
+        """
         every = [(target, scheme) for scheme in self.schemes for target in scheme.targets]
         by_name = [scheme for target, scheme in every if target == module]
         by_pattern = [scheme for target, scheme in every if _matches(target, module)]
@@ -78,7 +82,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     try:
         method = values.get("quant_method")
         if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
-            method = "bitsandbytes"  # transformers has not written the method before 4.32
+            method = "bitsandbytes"  # transformers writes quant_method since 4.32
         if method not in READERS:
             raise UnsupportedModel(
                 f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}"
@@ -121,11 +125,11 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
             raise UnsupportedModel(
                 f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
             )
-    layout = values.get("checkpoint_format") or values.get("format") or "gptq"
-    shift = int(layout == "gptq")
-    groups = bool(values.get("desc_act"))
+    stored_format = values.get("checkpoint_format") or values.get("format") or "gptq"
+    shift = 1 if stored_format == "gptq" else 0
+    has_column_groups = bool(values.get("desc_act"))
     scheme = Scheme("gptq", "int", values["bits"], (1, _group_size(values)), zero_points=True)
-    return (replace(scheme, zero_shift=shift, column_groups=groups),)
+    return (replace(scheme, zero_shift=shift, column_groups=has_column_groups),)
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -142,7 +146,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 
 def _read_bitsandbytes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """Read what transformers' BitsAndBytesConfig has written; the size of blocks stands in the files alone."""
+    """Read what transformers' BitsAndBytesConfig writes. The weight files say how large a block is."""
     is_four_bits = values.get("load_in_4bit") is True
     if is_four_bits == (values.get("load_in_8bit") is True):
         found = f"load_in_4bit {values.get('load_in_4bit')!r}, load_in_8bit {values.get('load_in_8bit')!r}"
@@ -179,7 +183,7 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
     }[strategy]
     targets = tuple(group["targets"])
     for target in targets:
-        _matches(target, "")
+        _matches(target, "")  # raises re.error if the target holds a faulty pattern
     return Scheme(
         layout,
         kind,
@@ -213,7 +217,7 @@ def _block(sizes: Any) -> tuple[int | None, int | None]:
 
 
 def _group_size(values: Mapping[str, Any]) -> int | None:
-    """Return the columns that share a scale; -1 and null mean all of them."""
+    """Return the number of columns that share a scale; None if group_size is -1 or null: all columns share one."""
     size = values.get("group_size")
     if size is None or size == -1:
         return None

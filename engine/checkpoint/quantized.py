@@ -33,14 +33,14 @@ NAN_MAGNITUDE = 0x7F  # of e4m3
 
 
 class QuantizedTensor(CheckpointTensor):
-    """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
+    """A quantized weight [out, in]. Reading it returns (code - zero point) * scale, in float32.
 
     Some kinds of codes stand for the numbers of a table, and have no zero points.
 
-    block: rows and columns that share a scale, None for all of a dimension.
-    scale: a matrix with one for each block; if `transposed`, its transpose.
-    zero_points: one for each block, or one for all.
-    group_of_column: [in], which scale of its row each column has; None if the columns' blocks are in order.
+    block: the numbers of rows and of columns that share a scale; None stands for a whole dimension.
+    scale: a matrix with a scale for each block; if `transposed`, the transpose of that matrix.
+    zero_points: one for each block, or one for all blocks.
+    group_of_column: [in], the group of columns to which each column belongs; None if a group's columns are adjacent.
     """
 
     def __init__(
@@ -54,15 +54,21 @@ class QuantizedTensor(CheckpointTensor):
         zero_points: Codes | int = 0,
         group_of_column: CheckpointTensor | None = None,
     ) -> None:
-        self.name, self.path, self.dtype, self.shape = name, codes.path, "F32", codes.shape
-        self._codes, self._scale, self._zero_points = codes, scale, zero_points
-        self._transposed, self._group_of_column = transposed, group_of_column
+        self.name = name
+        self.path = codes.path
+        self.dtype = "F32"
+        self.shape = codes.shape
+        self._codes = codes
+        self._scale = scale
+        self._zero_points = zero_points
+        self._transposed = transposed
+        self._group_of_column = group_of_column
         self._block = tuple(size or total for size, total in zip(block, self.shape, strict=True))
         self._num_scales = count_scales(self.shape, block)
 
     @property
     def packed_form(self) -> PackedForm | None:
-        """The form in which it may stay packed; None if its columns' groups are in no order."""
+        """The form in which the weight may stay packed; None if the columns of a group are not adjacent."""
         if self._group_of_column is not None:
             return None
         group = None if self._num_scales[1] == 1 else self._block[1]
@@ -77,7 +83,8 @@ class QuantizedTensor(CheckpointTensor):
     def packed_part(self, rows: slice, columns: slice, group: int | None) -> PackedPart:
         """Read these rows and columns, on the CPU. Raises DamagedWeights.
 
-        group: columns of the result that share a scale, a divisor of the stored group; None if a row has one scale.
+        group: the number of columns of the result that share a scale; None if each row has one scale. A stored group
+        must be a multiple of it.
         """
         scale = self._scale.whole()
         check_scales(self._scale, scale, self._kind)
@@ -96,7 +103,7 @@ class QuantizedTensor(CheckpointTensor):
             return PackedPart(codes, scales, None)
         shift = 0
         if codes.dtype == torch.int8:
-            shift = 1 << 7
+            shift = 1 << 7  # makes signed codes unsigned
             codes = (codes.to(torch.int16) + shift).to(torch.uint8)
         if isinstance(self._zero_points, int):
             zeros = torch.full(scales.shape, self._zero_points + shift, dtype=torch.uint8)
@@ -126,13 +133,16 @@ class QuantizedTensor(CheckpointTensor):
         unpacked = torch.empty(codes.shape, dtype=torch.float32)
         step = max(1, AT_ONCE // max(1, codes.shape[1]))
         for first in range(0, len(codes), step):
-            some = unpacked[first : first + step]
-            piece = codes[first : first + step]
-            some.copy_(self._numbers(piece))
+            chunk = unpacked[first : first + step]
+            chunk.copy_(self._numbers(codes[first : first + step]))
             rows = groups[0][first : first + step]
-            some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
-            some *= _spread(scale, rows, groups[1])
-            if not some.sum().isfinite() and not some.isfinite().all():  # the sum alone is faster
+            if isinstance(zero_points, int):
+                chunk -= zero_points
+            else:
+                chunk -= _spread(zeros, rows, groups[1])
+            chunk *= _spread(scale, rows, groups[1])
+            # The sum is a quick test. As finite numbers may overflow in it, the slow test decides.
+            if not chunk.sum().isfinite() and not chunk.isfinite().all():
                 culprit = self if scale.isfinite().all() else self._scale
                 raise damaged(culprit, "has numbers that are NaN or infinite")
         return unpacked
@@ -141,17 +151,25 @@ class QuantizedTensor(CheckpointTensor):
         """Return the numbers that codes stand for, before zero points are subtracted."""
         if self._kind in NUMBERS:
             return torch.tensor(NUMBERS[self._kind])[codes.int()]
-        # the way over float16 is exact, and several times faster than straight to float32
+        # Converting to float16 first is exact, and several times faster than converting to float32 directly.
         return codes.half() if codes.dtype == torch.float8_e4m3fn else codes
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
-    """Return the number of scales of a weight [out, in] in each dimension. block: of QuantizedTensor."""
-    return tuple(-(-total // (size or total)) for size, total in zip(block, shape, strict=True))
+    """Return the number of scales of a weight [out, in] in each dimension.
+
+    block: the numbers of rows and of columns that share a scale; None stands for a whole dimension.
+    """
+    sizes = [size or total for size, total in zip(block, shape, strict=True)]
+    return tuple(-(-total // size) for size, total in zip(sizes, shape, strict=True))
 
 
 def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the number of each weight of these rows and columns, or of each row if its columns share one."""
+    """Spread numbers, one for each block of a weight, over the weights of a part.
+
+    numbers: [row groups, column groups]. rows, columns: the groups of the part's rows and columns. If there is only one
+    column group, the result has one column.
+    """
     chosen = numbers[rows]
     return chosen if numbers.shape[1] == 1 else chosen.index_select(1, columns)
 
@@ -162,10 +180,11 @@ LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 def unpack(
     words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0
 ) -> Tensor:
-    """Unpack words [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim`, into uint8.
+    """Unpack words [rows, columns] int32 into uint8. Each word holds 32 / bits numbers of 4 or 8 bits along `dim`.
 
-    The first number has the lowest bits. interleaved: AWQ's order, where a word's lower half has the even ones of
-    eight numbers. shift: 1 adds one to each number, as GPTQ's files have subtracted it, from whole words.
+    The first number has the lowest bits. interleaved: AWQ's order, where a word's lower half holds the even ones of
+    its eight numbers. shift: 1 adds one to each number, because GPTQ's files hold zero points minus one. The addition
+    is of whole words, as GPTQ's subtraction was.
     """
     if dim == 0:
         return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
@@ -184,8 +203,9 @@ def unpack(
 class PackedIntegers:
     """A matrix [rows, columns] of packed numbers.
 
-    words: as stored; if `transposed`, those of the transpose. dim: of the words, along which their numbers lie.
-    shape: the matrix's; the last words may have room for more.
+    words: the stored words; if `transposed`, they hold the matrix's transpose. dim: the dimension of `words` along
+    which the numbers of a word lie. shape: of the matrix; its last words may hold unused numbers.
+    bits, interleaved, shift: as for `unpack`.
     """
 
     words: CheckpointTensor
@@ -263,7 +283,7 @@ def unpacked(
 
 
 def _is_quantized(tensors: Mapping[str, CheckpointTensor], module: str) -> bool:
-    """Whether a module's tensor `weight` is quantized: it has a dtype of codes, or something beside it."""
+    """Whether a module's tensor `weight` is quantized: its dtype is a dtype of codes, or the files hold its scales."""
     if tensors[f"{module}.weight"].dtype in ONE_BYTE:
         return True
     beside = ("weight_scale", "weight_scale_inv", *FOUR_BIT_PARTS)
@@ -273,23 +293,28 @@ def _is_quantized(tensors: Mapping[str, CheckpointTensor], module: str) -> bool:
 def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     codes = parts.matrix("weight", PLAIN_DTYPES[scheme.kind])
     rows, columns = count_scales(codes.shape, scheme.block)
-    shapes = [(rows, columns), (rows,), ()][: 1 if columns > 1 else 2 if rows > 1 else 3]
+    shapes: list[tuple[int, ...]] = [(rows, columns)]
+    if columns == 1:
+        shapes.append((rows,))
+    if rows == columns == 1:
+        shapes.append(())
     scale_name = "weight_scale_inv" if parts.holds("weight_scale_inv") else scheme.scale_name
-    scale = parts.get(scale_name, FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0"), *shapes)
+    scale_dtypes = FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0")
+    scale = parts.get(scale_name, scale_dtypes, *shapes)
     has_zero_points = scheme.zero_points or parts.holds("weight_zero_point")
     zero_points = parts.get("weight_zero_point", ("I8",), *shapes) if has_zero_points else 0
     return QuantizedTensor(codes.name, codes, scheme.block, scale, zero_points=zero_points)
 
 
 def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open compressed-tensors' words: their numbers lie along the rows, with 2^(bits - 1) added to each."""
+    """Open compressed-tensors' words. A word holds neighbours of one row, each with 2^(bits - 1) added."""
     shape = parts.get("weight_shape", ("I64", "I32"), (2,))
     rows, columns = shape.whole().tolist()
     size = 32 // scheme.bits
     words = parts.matrix("weight_packed", "I32")
     if words.shape != (rows, -(-columns // size)):
         raise damaged(
-            shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not"
+            shape, f"is {[rows, columns]}, which does not fit words of shape {list(words.shape)}"
         )
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points: Codes | int = 1 << (scheme.bits - 1)
@@ -309,12 +334,19 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open a weight's transpose, [in, out]: a word holds 8 columns of it in AWQ, and 8 or 4 rows in GPTQ."""
+    """Open a weight that is stored as its transpose, [in, out].
+
+    A word holds 8 columns of the transpose in AWQ, and 8 or 4 of its rows in GPTQ.
+    """
     words = parts.matrix("qweight", "I32")
     size = 32 // scheme.bits
     is_awq = scheme.layout == "awq"
     dim = 1 if is_awq else 0
-    columns, rows = (total * (size if dim == i else 1) for i, total in enumerate(words.shape))
+    columns, rows = words.shape
+    if is_awq:
+        rows *= size
+    else:
+        columns *= size
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points = parts.get("qzeros", ("I32",), (num_scales[1], rows // size))
     return QuantizedTensor(
@@ -343,13 +375,13 @@ def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 def _group_of_column(
     parts: Parts, part: str, columns: int, scheme: Scheme
 ) -> CheckpointTensor | None:
-    """Return the tensor that says which scale each column has; None if the columns' groups are in order."""
+    """Return the tensor that says which scale each column has; None if a group's columns are adjacent."""
     if not scheme.column_groups and not parts.holds(part):
         return None
     found = parts.get(part, ("I32", "I64"), (columns,))
     in_order = torch.arange(columns) // (scheme.block[1] or columns)
     if torch.equal(found.whole().long(), in_order):
-        return None  # GPTQ's files have it without desc_act too
+        return None  # GPTQ's files hold this tensor even if the columns are in order
     return found
 
 
@@ -365,13 +397,13 @@ def _open_mxfp4(tensors: Mapping[str, CheckpointTensor], name: str) -> Checkpoin
 
 
 def _open_four_bits(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open bitsandbytes' nf4 or fp4; the files say which one it is, and how large blocks are."""
+    """Open a bitsandbytes weight of four bits. The files say whether it is nf4 or fp4, and the size of its blocks."""
     codes, scales = open_four_bits(parts)
     return QuantizedTensor(f"{parts.module}.weight", codes, (1, scales.group), scales)
 
 
 def _open_int8_rows(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open bitsandbytes' int8."""
+    """Open a bitsandbytes int8 weight, with a scale for each row."""
     codes = parts.matrix("weight", "I8")
     scales = open_row_scales(parts, codes.shape[0])
     return QuantizedTensor(codes.name, codes, scheme.block, scales)

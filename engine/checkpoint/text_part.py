@@ -61,7 +61,8 @@ def reads_more_than_text(config: Mapping[str, Any]) -> bool:
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json for the text part alone, with the defaults of transformers' class.
 
-    `architectures` names the text part's if the native decoder has it, else the whole model's.
+    The result's `architectures` names the text part's own architecture if the native decoder computes it, else the
+    whole model's.
     """
     from transformers import AutoConfig
 
@@ -72,7 +73,7 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         text = read.get_text_config(decoder=True)
         values: dict[str, Any] = text.to_dict()
         tied = getattr(read, "tie_word_embeddings", values.get("tie_word_embeddings", False))
-    except Exception as error:  # whatever it makes of what is in the file
+    except Exception as error:  # transformers may raise anything for a damaged file
         raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
     architectures = config.get("architectures")
     native = (
@@ -81,6 +82,7 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         else None
     )
     rope = values.get("rope_parameters") or {}
+    # These keys stand beside the section of the text part, not in it.
     outer = {
         key: config[key]
         for key in ("quantization_config", "eos_token_id")

@@ -27,7 +27,7 @@ class CheckpointTensor:
         return self.part()
 
     def part(self, *ranges: slice) -> Tensor:
-        """Read these ranges of the first dimensions, and all of the others, on the CPU."""
+        """Read these ranges, on the CPU. A dimension without a range is read whole."""
         tensor: Tensor = self._slice[ranges] if ranges else self._file.get_tensor(self.name)
         return tensor
 

@@ -43,8 +43,8 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class AttentionCall:
     """One call of the attention function.
 
-    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; values may be narrower or wider.
-    mask: made by the model from its own mask function, or None.  options: every other argument.
+    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; values may have another dim.
+    mask: what the model's own mask function made, or None.  options: every other argument.
     """
 
     module: nn.Module
@@ -71,20 +71,21 @@ def answer(
     Returns ([1, tokens, heads, value dim], None for the attention weights).
     """
     call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
-    answers: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
-    if answers is None:
+    compute: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
+    if compute is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} attends where it did not when the model was loaded"
+            f"{type(module).__name__} computes attention now, but did not when the model was loaded"
         )
-    return answers(call), None
+    return compute(call), None
 
 
 def describe_mask(
     *, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any
 ) -> Tensor:
-    """Make a mask for the recorded tokens, [1, 1, tokens, tokens], with its reach as `.span`.
+    """Make a mask for the recorded tokens, [1, 1, tokens, tokens]; its attribute `span` says how far a token sees.
 
-    For a mask that is neither causal, nor a window, nor chunks, `.span` is an UnsupportedModel, raised if it is used.
+    `span` is (window, chunk). For a mask that is neither causal, nor a window, nor chunks, it is an UnsupportedModel
+    error, which is raised if the model attends with the mask.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -93,13 +94,14 @@ def describe_mask(
         return seen.expand(1, 1, len(queries), len(keys))
 
     def first_seen(query: int) -> int:
+        # The last of these keys is the token after the query.
         row = sees(
             torch.tensor([query], device=device), torch.arange(query + 2, device=device)
         ).flatten()
         first = int(row.int().argmax())
         if row[-1] or not row[first:-1].all():
             raise UnsupportedModel(
-                "its mask shows a query what comes after it, or leaves gaps before it"
+                "its mask lets a token see later tokens, or hides some between those that it sees"
             )
         return first
 
@@ -115,7 +117,11 @@ def describe_mask(
 
 
 class _AllTokensAlike(TorchFunctionMode):
-    """Looks up the last token's value for tokens behind it: masks may look up which tokens are of one image."""
+    """Lets a mask be asked about positions behind the last token.
+
+    A mask function may look up each position in a tensor, such as the image that a token belongs to. Positions behind
+    that tensor's end get its last value.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -125,11 +131,12 @@ class _AllTokensAlike(TorchFunctionMode):
             and isinstance(args[1], tuple)
             and all(isinstance(i, Tensor) for i in args[1])
         ):
-            looked_up, places = args
-            args = (
-                looked_up,
-                tuple(i.clamp(max=n - 1) for i, n in zip(places, looked_up.shape, strict=False)),
+            values, indices = args
+            clamped = tuple(
+                index.clamp(max=length - 1)
+                for index, length in zip(indices, values.shape, strict=False)
             )
+            args = (values, clamped)
         return function(*args, **(kwargs or {}))
 
 
@@ -143,7 +150,7 @@ def _reach(first_seen: Callable[[int], int]) -> MaskSpan:
 def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
     """Return the attention that a recorded call asks for. Raises UnsupportedModel for one that is not built.
 
-    max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is left out.
+    max_positions: the most tokens of a sequence. A window or chunk that holds all of them is left out.
     """
     _refuse_unbuilt(call)
     if call.options.get("is_causal") is False or not getattr(call.module, "is_causal", True):
@@ -163,7 +170,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
     window, chunk = (span if span and span < max_positions else None for span in _span_of(call))
     if is_indexed and (window or chunk or bias is not None):
         raise UnsupportedModel(
-            "an index chooses tokens within a window, a chunk or beside slopes, which is not built"
+            "an index chooses tokens, and there is a window, a chunk or a slope too: that is not built"
         )
     return AttentionFeatures(
         num_heads=call.query.shape[1],
@@ -180,7 +187,7 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
 
 
 def chosen_by(call: AttentionCall) -> Tensor | None:
-    """Return the places of the tokens that a call attends to, [1 or kv_heads, tokens, any]; None for all."""
+    """Return the positions of the tokens that each query attends to, [1 or kv_heads, tokens, chosen]; None for all."""
     blocks: Tensor | None = call.options.get("block_indices")
     if blocks is None:
         return call.options.get("indices")
@@ -189,10 +196,11 @@ def chosen_by(call: AttentionCall) -> Tensor | None:
 
 
 def _refuse_unbuilt(call: AttentionCall) -> None:
-    said = {
+    """Raise UnsupportedModel if the call sets an option that is not built."""
+    set_options = {
         name for name, value in call.options.items() if value is not None and value is not False
     }
-    unknown = said - BUILT - IDLE - {"is_causal"}
+    unknown = set_options - BUILT - IDLE - {"is_causal"}
     if unknown:
         raise UnsupportedModel(
             f"its attention takes {', '.join(sorted(unknown))}, which is not built"
@@ -200,6 +208,7 @@ def _refuse_unbuilt(call: AttentionCall) -> None:
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
+    """Return the window and the chunk of a call's attention. Raises UnsupportedModel for a mask of another kind."""
     span: MaskSpan | UnsupportedModel | None = getattr(call.mask, "span", None)
     if isinstance(span, UnsupportedModel):
         raise span
@@ -227,9 +236,9 @@ def _slopes_of(call: AttentionCall) -> Tensor | None:
 
 
 class PagedAttention:
-    """Answers the calls of each forward pass in their recorded order.
+    """Answers the attention calls of each forward pass, which must come in their recorded order.
 
-    features: of all calls.  only_windows: a picture's tokens see each other only in layers with a window.
+    features: of each call.  only_windows: a picture's tokens see each other only in layers with a window.
     """
 
     only_windows = False
@@ -244,7 +253,7 @@ class PagedAttention:
     ) -> None:
         """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
 
-        chosen: returns the tokens to attend to, if the model makes a mask of them and does not pass them on.
+        chosen: returns the tokens to attend to, for a model that chooses tokens but gives its attention only a mask.
         """
         self._modules = [call.module for call in calls]
         self._slopes = [_slopes_of(call) for call in calls]
@@ -290,7 +299,7 @@ class PagedAttention:
             raise UnsupportedModel(
                 "its layers attend in another order than when the model was loaded"
             )
-        _refuse_unbuilt(call)  # some options come only with long sequences
+        _refuse_unbuilt(call)  # a model may set some options only for long sequences
         batch, cache = self._pass
         features = self.features[index]
         layer_cache = cache.layers[index]
@@ -299,17 +308,15 @@ class PagedAttention:
             _rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value)
         )
         if len(key) != len(batch.slot_mapping):
-            raise UnsupportedModel("it attends to other keys than one of each token")
+            raise UnsupportedModel("it does not attend to exactly one key for each token")
         sinks = call.options.get("s_aux")
         sinks = None if sinks is None else sinks.float().contiguous()
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
         metadata = batch.attention
-        if batch.pictures is not None and batch.pictures.attention is not None:
-            metadata = (
-                metadata
-                if self.only_windows and features.window is None
-                else batch.pictures.attention
-            )
+        pictures = batch.pictures
+        is_causal = self.only_windows and features.window is None
+        if pictures is not None and pictures.attention is not None and not is_causal:
+            metadata = pictures.attention
         chosen = chosen_by(call) if self._chosen is None else self._chosen()
         if chosen is not None:
             assert isinstance(metadata, TorchMetadata), "no other backend takes such features"
@@ -323,7 +330,7 @@ class PagedAttention:
 
 
 def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Turn [1, heads, tokens, dim] into [tokens, heads, head_dim], with zeros behind narrower heads."""
+    """Turn [1, heads, tokens, dim] into [tokens, heads, head_dim]; narrower heads end in zeros."""
     rows = x[0].transpose(0, 1).to(dtype)
     if rows.shape[-1] < head_dim:
         return F.pad(rows, (0, head_dim - rows.shape[-1]))

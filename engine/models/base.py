@@ -1,4 +1,4 @@
-"""CausalModel: the interface between a step and a model of any make."""
+"""CausalModel: the interface through which a step runs a model, native or transformers' own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +17,10 @@ from engine.layers.parallel import TensorParallel
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """The device, dtype and kernels of a model. max_positions: tokens that no sequence will exceed."""
+    """Where and how a model computes: its ranks, kernels, device and dtype.
+
+    max_positions: the most tokens that a sequence will have.
+    """
 
     tp: TensorParallel
     backend: KernelBackend
@@ -27,7 +30,10 @@ class ModelPlace:
 
 
 class Kept(NamedTuple):
-    """The tensors that a model keeps of a sequence: keys and values, states, index keys."""
+    """What a model keeps of a sequence.
+
+    layers: the attention layers, for their keys and values. states: of the whole sequence. index_keys: of each token.
+    """
 
     layers: Sequence[AttentionFeatures]
     states: Sequence[StateShape] = ()
@@ -37,11 +43,11 @@ class Kept(NamedTuple):
 class CausalModel(nn.Module, ABC):
     """A language model over flat batches and a paged KV cache, or one rank's share of it.
 
-    attention_layers: its attention layers, in the order that the cache's layers have.
+    attention_layers: its attention layers, in the order of the cache's layers.
     states: what it keeps of a sequence beside keys and values, in the cache's pool of states.
-    index_keys: what it keeps of a token, in the cache too, to choose the tokens that it attends to.
-    hidden_size: of what `hidden_states` returns.  vocab_size: of what `logits` returns, on rank 0.
-    probe_lengths: tokens of the two sequences by which a start checks it; see engine.run.forward.probe.
+    index_keys: what it keeps of each token to choose the tokens to attend to, in the cache too.
+    hidden_size: the width of what `hidden_states` returns.  vocab_size: the width of what `logits` returns on rank 0.
+    probe_lengths: the lengths of the two sequences that check the model at start; see engine.run.forward.probe.
     may_wait: `hidden_states` may make the host wait for values, which no graph can record.
     """
 
@@ -55,24 +61,33 @@ class CausalModel(nn.Module, ABC):
 
     @property
     def can_record_states(self) -> bool:
-        """Whether `hidden_states` reads and writes states by StateParts.table alone, so that a graph can record it."""
+        """Whether a graph can record `hidden_states` of a model with states.
+
+        It can if the code finds the states in the pool by the tensor StateParts.table, without values on the host.
+        """
         return False
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return final hidden states of `rows`, [rows] int64, in any order; all keys and values are stored."""
+        """Return the final hidden states of `rows`, [rows] int64, in any order.
+
+        The keys and values of all rows of the batch are stored, not only those of `rows`.
+        """
         return self.hidden_states(batch, cache)[rows]
 
     @abstractmethod
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return final hidden states [tokens, hidden] of all rows; their keys and values are stored."""
+        """Return the final hidden states of all rows, [tokens, hidden], and store their keys and values."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn hidden [samples, hidden] into logits [samples, vocabulary], a part of them on ranks other than 0."""
+        """Turn hidden [samples, hidden] into logits [samples, vocabulary].
+
+        Ranks other than 0 return logits of a part of the vocabulary.
+        """
 
     def reference_logits(self, token_ids: Tensor) -> Tensor | None:
-        """Return logits [tokens, vocabulary], float32, of one sequence by other code than `hidden_states`, or None.
+        """Compute the logits of one sequence by other code than `hidden_states`, to check it; None without such code.
 
-        token_ids: [tokens]. Ranks other than 0 return a part of the vocabulary.
+        token_ids: [tokens]. Returns [tokens, vocabulary], float32. Ranks other than 0 return a part of the vocabulary.
         """
         return None

@@ -46,7 +46,7 @@ class DecoderParts:
 
 
 class DecoderAttention(WeightedModule):
-    """Self-attention. sinks: [this rank's heads] float32, None without."""
+    """Self-attention. sinks: [this rank's heads] float32; None in a model without attention sinks."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
@@ -76,7 +76,8 @@ class DecoderAttention(WeightedModule):
             self.q_norm = parts.norm(sizes.head_dim)
             self.k_norm = parts.norm(sizes.head_dim)
         elif config.flags.qk_norm == "whole":
-            self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
+            self.q_norm = parts.norm(self.qkv_proj.rows["q"])
+            self.k_norm = parts.norm(self.qkv_proj.rows["k"])
         self.qk_norm = config.flags.qk_norm
         self.heads = tp.share(sizes.num_heads, "attention heads")
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
@@ -128,7 +129,7 @@ class DecoderAttention(WeightedModule):
         batch: ForwardBatch,
         cache: LayerKVCache,
     ) -> Tensor:
-        """Store keys and values in the cache; return the queries."""
+        """Normalise and rotate queries and keys, store keys and values in the cache, and return the queries."""
         each_head = self.qk_norm == "head"
         if self.kernels is not None:
             norms = (self.q_norm.weight, self.k_norm.weight) if each_head else None
@@ -143,7 +144,10 @@ class DecoderAttention(WeightedModule):
 
 
 class DecoderMLP(nn.Module):
-    """Gated MLP: down(activation(gate(x)) * up(x)). intermediate_size: the model's if None."""
+    """Gated MLP: down(activation(gate(x)) * up(x)).
+
+    intermediate_size: how many features gate and up have; None stands for the configuration's number.
+    """
 
     def __init__(self, parts: DecoderParts, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -167,7 +171,10 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(WeightedModule):
-    """One block. It passes the last output on beside the residual stream, so that the next norm adds it."""
+    """One block: attention and MLP.
+
+    The MLP's output is not yet added to the residual stream: both are passed on, and the next norm adds them.
+    """
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
@@ -227,7 +234,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype
         )
-        # rounded to the embeddings' dtype, which moves it by up to 0.4 % in bfloat16
+        # The scale is rounded to the embeddings' dtype. In bfloat16 that changes it by up to 0.4 %.
         scale = torch.tensor(sizes.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
         self.embedding_scale = scale if config.flags.scaled_embeddings else None
         self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
@@ -241,7 +248,7 @@ class DecoderModel(nn.Module):
         rotations: Sequence[Rotation],
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return the final hidden states [tokens, hidden], or of `rows` alone: the last block skips the others."""
+        """Return the final hidden states, [tokens, hidden]; with `rows`, those of these rows alone."""
         hidden = self.embed_tokens(batch.token_ids)
         if self.embedding_scale is not None:
             hidden *= self.embedding_scale
@@ -249,6 +256,7 @@ class DecoderModel(nn.Module):
         last = len(self.layers) - 1
         caches = iter(cache.layers)
         for i, layer in enumerate(self.layers):
+            # Earlier blocks compute all rows, for the attention of the blocks after them.
             wanted = rows if i == last else None
             layer_cache = next(caches) if i not in self.with_states else cache.states_of(i)
             stream = layer(stream, rotations, batch, layer_cache, wanted)
@@ -257,12 +265,15 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(CausalModel):
-    """The decoder with its LM head. Modules have the checkpoint's names, unless one holds several of its modules."""
+    """The decoder with its LM head.
+
+    Modules have their names in the checkpoint, except those that hold several of its modules, such as qkv_proj.
+    """
 
     is_deterministic = False
 
     def __init__(self, parts: DecoderParts, rotaries: Sequence[RotaryEmbedding]) -> None:
-        """rotaries: of the configuration's ropes, in their order."""
+        """rotaries: one for each of the configuration's ropes, in their order."""
         super().__init__()
         config = parts.config
         sizes = parts.config.sizes
@@ -290,9 +301,9 @@ class DecoderForCausalLM(CausalModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the hidden states of `rows`; the last block computes only what they need.
+        """Return the hidden states of `rows`. The last block computes only these rows after its attention.
 
-        With adapters it computes all rows, which are sorted by adapter as a whole.
+        With adapters the last block computes all rows: their order by adapter holds for the batch as a whole.
         """
         if batch.adapters is not None:
             return super().states_of(rows, batch, cache)
@@ -300,7 +311,7 @@ class DecoderForCausalLM(CausalModel):
         return hidden
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the hidden states of all rows, as a recorded step needs them."""
+        """Return the hidden states of all rows. A step that a graph records computes all of them."""
         hidden: Tensor = self.model(batch, cache, self._rotations(batch))
         return hidden
 
@@ -317,5 +328,5 @@ class DecoderForCausalLM(CausalModel):
         return each_row(capped, logits) if self.is_deterministic else capped(logits)
 
     def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
-        """Return each rotation's cosines and sines of the batch's tokens."""
+        """Return the cosines and sines at the batch's positions, for each rotation."""
         return [rotary(batch.positions) for rotary in self.rotaries]

@@ -38,7 +38,7 @@ def size(values: Mapping[str, Any], name: str) -> int:
 
 
 def truth(values: Mapping[str, Any], name: str) -> bool:
-    """Return true or false, False if null or absent. Raises ConfigError for another value."""
+    """Return a boolean; null and a missing key count as False. Raises ConfigError for another value."""
     value = values.get(name) or False
     if type(value) is not bool:
         raise ConfigError(f"config.json: {name} must be true or false, got {brief(value)}")
@@ -48,9 +48,10 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
 def read_experts(
     known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
 ) -> list[Experts | None]:
-    """Return each layer's experts, None for a layer with an MLP. known: values by the architecture's keys.
+    """Return each layer's experts; None stands for a layer with an MLP.
 
-    Raises UnsupportedModel or ConfigError.
+    known: the values of config.json under the keys that this architecture reads. Raises UnsupportedModel or
+    ConfigError.
     """
     if "num_experts_per_tok" not in known:
         return [None] * num_layers
@@ -58,23 +59,24 @@ def read_experts(
         raise UnsupportedModel(
             f"experts with hidden_act {known['hidden_act']!r} are not supported natively"
         )
+    swiglu = None
+    if "swiglu_alpha" in known:
+        swiglu = (number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
+    shared_size = 0
+    if "shared_expert_intermediate_size" in known:
+        shared_size = size(known, "shared_expert_intermediate_size")
+    count_key = "num_experts" if known["num_local_experts"] is None else "num_local_experts"
     experts = Experts(
-        num_experts=size(
-            known, "num_experts" if known["num_local_experts"] is None else "num_local_experts"
-        ),
+        num_experts=size(known, count_key),
         num_chosen=size(known, "num_experts_per_tok"),
         intermediate_size=size(
             {"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"
         ),
         normalised="norm_topk_prob" not in known or truth(known, "norm_topk_prob"),
         bias=flags.expert_bias,
-        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
-        if "swiglu_alpha" in known
-        else None,
+        swiglu=swiglu,
         interleaved=flags.interleaved_experts,
-        shared_size=size(known, "shared_expert_intermediate_size")
-        if "shared_expert_intermediate_size" in known
-        else 0,
+        shared_size=shared_size,
     )
     if experts.num_chosen > experts.num_experts:
         raise ConfigError(
@@ -97,7 +99,10 @@ def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> DeltaHeads | None:
-    """Return the heads of layers of type LINEAR, None for an architecture without such. Raises ConfigError."""
+    """Return the heads of LINEAR layers; None for an architecture without such layers.
+
+    Raises UnsupportedModel or ConfigError.
+    """
     if "linear_num_key_heads" not in known:
         return None
     if known["hidden_act"] != "silu":
@@ -124,7 +129,7 @@ SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
-    """Return the rotation of all layers, or two: of full and of sliding layers.
+    """Return one rotation for all layers, or two: for layers of full attention, and for sliding ones.
 
     Raises UnsupportedModel or ConfigError.
     """
@@ -164,15 +169,15 @@ def _read_rope(
     if kind in SCALED_FROM_ORIGINAL:
         name = "original_max_position_embeddings"
         parameters[name] = known[name] or parameters.get(name) or max_positions
-    turning = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
-    if turning != 1.0 and "partial_rotary_factor" not in known:
+    rotated_share = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
+    if rotated_share != 1.0 and "partial_rotary_factor" not in known:
         raise UnsupportedModel(
-            f"partial_rotary_factor {turning!r} is not supported for this architecture"
+            f"partial_rotary_factor {rotated_share!r} is not supported for this architecture"
         )
-    rotary_dim = int(head_dim * turning)
+    rotary_dim = int(head_dim * rotated_share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
-            f"config.json: of a head's {head_dim} numbers {rotary_dim} would turn; it must be an even number"
+            f"config.json: {rotary_dim} of a head's {head_dim} numbers would be rotated; that must be an even number"
         )
     parameters.setdefault("rope_theta", theta)
     rope = Rope(kind, rotary_dim, number(parameters, "rope_theta"), max_positions, parameters)
@@ -199,10 +204,11 @@ COMMON_KEYS = {
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer's own configuration, where a model's layers differ.
+    """The part of the configuration that may differ from layer to layer.
 
-    window: tokens that a query sees, itself included; None if it sees all before it.
-    rope: the index of its rotation.  experts: None if it has an MLP.  delta: None if it has attention.
+    window: the number of tokens that a query sees, itself included; None if it sees all tokens before it.
+    rope: the index of the layer's rotation.  experts: None if the layer has an MLP.
+    delta: the heads of a delta net; None if the layer has attention.
     """
 
     window: int | None
@@ -213,10 +219,11 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder's sizes and options; `layers` first to last.
+    """A decoder's sizes and options.
 
-    sizes: vocab_size to head_dim are the decoder's.  attention_scale, attention_soft_cap: as in AttentionFeatures.
-    logit_soft_cap: logits become cap * tanh(logit / cap); None if not.
+    sizes: the decoder uses vocab_size to head_dim.  layers: from first to last.
+    attention_scale, attention_soft_cap: as `scale` and `soft_cap` of AttentionFeatures.
+    logit_soft_cap: logits become cap * tanh(logit / cap); None leaves them as they are.
     """
 
     flags: DecoderFlags
@@ -234,16 +241,18 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
 
     def kept(self, tp: TensorParallel, dtype: torch.dtype) -> Kept:
-        """Return what one rank keeps of a sequence: keys and values by attention layer, states. dtype: the model's."""
-        features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
-        delta_layers = [
-            (i, layer.delta.share(tp))
-            for i, layer in enumerate(self.layers)
-            if layer.delta is not None
-        ]
-        return Kept(
-            features, [state for i, heads in delta_layers for state in heads.states(i, dtype)]
-        )
+        """Return what one rank keeps of a sequence: each attention layer's features, and the delta layers' states.
+
+        dtype: the model's.
+        """
+        features = []
+        states = []
+        for index, layer in enumerate(self.layers):
+            if layer.delta is None:
+                features.append(self.attention(layer, tp))
+            else:
+                states += layer.delta.share(tp).states(index, dtype)
+        return Kept(features, states)
 
     def attention(self, layer: LayerConfig, tp: TensorParallel) -> AttentionFeatures:
         """Return the attention of a layer on one rank. Raises ConfigError."""
@@ -258,7 +267,10 @@ class DecoderConfig:
         )
 
     def within(self, max_positions: int) -> DecoderConfig:
-        """Return it for sequences of max_positions tokens at most: a window that holds them all is dropped."""
+        """Return the configuration for sequences of at most max_positions tokens.
+
+        A layer's window that holds a whole sequence is dropped.
+        """
         layers = []
         for layer in self.layers:
             if layer.window and layer.window >= max_positions:
@@ -306,30 +318,34 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         raise UnsupportedModel(
             f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}"
         )
+    output_bias = attention_bias
+    if "attention_out_bias" in known:
+        output_bias = truth(known, "attention_out_bias")
+    layers = []
+    for kind, layer_experts in zip(kinds, experts, strict=True):
+        has_second_rope = kind == SLIDING and len(ropes) > 1
+        layers.append(
+            LayerConfig(
+                window=windows[kind],
+                rope=1 if has_second_rope else 0,
+                experts=layer_experts,
+                delta=delta if kind == LINEAR else None,
+            )
+        )
     return DecoderConfig(
         flags=flags,
         sizes=model,
         rms_norm_eps=eps,
         activation=known[name],
         qkv_bias=flags.qkv_bias or attention_bias,
-        output_bias=truth(known, "attention_out_bias")
-        if "attention_out_bias" in known
-        else attention_bias,
+        output_bias=output_bias,
         mlp_bias=truth(known, "mlp_bias"),
         attention_scale=(optional_number(known, "query_pre_attn_scalar") or model.head_dim) ** -0.5,
         attention_soft_cap=optional_number(known, "attn_logit_softcapping"),
         logit_soft_cap=optional_number(known, "final_logit_softcapping"),
         tie_word_embeddings=truth(known, "tie_word_embeddings"),
         ropes=ropes,
-        layers=tuple(
-            LayerConfig(
-                windows[kind],
-                int(kind == SLIDING and len(ropes) > 1),
-                layer_experts,
-                delta if kind == LINEAR else None,
-            )
-            for kind, layer_experts in zip(kinds, experts, strict=True)
-        ),
+        layers=tuple(layers),
     )
 
 
@@ -348,8 +364,11 @@ def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
                 f"layers of type {', '.join(unknown)} are not supported natively"
             )
         return kinds
-    for key in PATTERNS.keys() & known.keys():
-        return [PATTERNS[key] if (i + 1) % size(known, key) else FULL for i in range(num_layers)]
+    patterns = PATTERNS.keys() & known.keys()
+    if patterns:
+        (pattern,) = patterns  # an architecture reads at most one
+        step = size(known, pattern)
+        return [FULL if (i + 1) % step == 0 else PATTERNS[pattern] for i in range(num_layers)]
     if known.get("sliding_window") is None or not known.get("use_sliding_window", True):
         return [FULL] * num_layers
     first = known.get("max_window_layers", 0)
@@ -362,13 +381,15 @@ def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:
     if model_type != flags.model_type and not model.is_text_part:
         raise UnsupportedModel(
             f"config.json names {model.architecture} and the model_type {model_type!r}; "
-            f"it is native as {flags.model_type!r}"
+            f"the native decoder reads it with model_type {flags.model_type!r} only"
         )
     for key in flags.refused:
         if values.get(key) is not None:
             raise UnsupportedModel(f"{model.architecture} with {key} in config.json is not native")
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
-        raise UnsupportedModel("this model attends to later tokens too, which no completion can")
+        raise UnsupportedModel(
+            "this model attends to later tokens too, and a completion has no later tokens"
+        )
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(
             f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} KV heads"

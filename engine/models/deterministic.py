@@ -31,18 +31,25 @@ def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorPara
             f"{name} runs through transformers, whose layers are torch's own; use a native model"
         )
     elif any(layer.experts for layer in decoder.layers):
-        problem = f"{name} is a mixture of experts, and it is built for dense models"
+        problem = f"{name} is a mixture of experts, and only dense models can be deterministic"
     elif tp.size > MOST_RANKS:
-        problem = f"tensor_parallel_size={tp.size}, and sums over more than {MOST_RANKS} ranks have no order"
+        problem = f"tensor_parallel_size={tp.size}, and sums over more than {MOST_RANKS} ranks have no fixed order"
     elif tp.size > 1 and decoder.flags.qk_norm == "whole":
-        problem = f"{name} normalises over ranks, which is built for tensor_parallel_size=1"
+        problem = (
+            f"{name} normalises over ranks, so it is deterministic only with tensor_parallel_size=1"
+        )
     if problem is not None:
-        raise NotDeterministic(f"deterministic=True cannot be had: {problem}, or leave it out")
+        raise NotDeterministic(
+            f"deterministic=True cannot be used: {problem}, or leave deterministic out"
+        )
 
 
 @torch.inference_mode()
 def make_deterministic(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
-    """Have the loaded model's products computed in tiles. dtype: the model's. Raises NotDeterministic."""
+    """Make the loaded model compute its matrix products in tiles, whose bits do not depend on the batch's size.
+
+    dtype: the model's. Raises NotDeterministic.
+    """
     known: dict[tuple[object, ...], Sequence[int]] = {}
 
     def tiled(product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:

@@ -31,7 +31,8 @@ class PackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    activation = "none", ""  # or a key of ACTIVATIONS, to be computed of y if the weight is packed
+    #: What is applied to y: nothing, or a key of ACTIVATIONS if the weight is packed.
+    activation = "none", ""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -51,7 +52,10 @@ class PackedLinear(nn.Module):
 
 
 class ColumnShare(PackedLinear):
-    """This rank's output features; with `gather` those of all ranks, on "all" or, for an LM head, on the "first"."""
+    """A linear layer whose output features are split over the ranks.
+
+    gather: the ranks on which `forward` returns all features, "all" or, for an LM head, the "first"; None for no rank.
+    """
 
     def __init__(
         self,
@@ -67,10 +71,11 @@ class ColumnShare(PackedLinear):
         self.gather = gather
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [..., in] -> [..., this rank's out], or all."""
+        """Multiply x [..., in] -> [..., this rank's out], or [..., out] where `gather` says so."""
         part = super().forward(x)
         share = self.share
         if self.gather == "all":
+            # Each rank adds its features, with zeros in place of the others.
             return self.tp.all_reduce(
                 F.pad(part, (share.start, share.total - share.start - share.length))
             )
@@ -81,24 +86,27 @@ class ColumnShare(PackedLinear):
 
 
 class RowShare(PackedLinear):
-    """This rank's input features -> all output features, summed over the ranks; the first adds the bias."""
+    """A linear layer whose input features are split over the ranks.
+
+    Each rank multiplies its own features, and the products are summed over the ranks. Rank 0 adds the bias.
+    """
 
     def __init__(self, whole: nn.Linear, share: Share, tp: TensorParallel, *, cuts: bool) -> None:
-        """cuts: the input comes whole, and this rank cuts its part out."""
+        """cuts: `forward` gets all input features and cuts this rank's out; otherwise it gets only this rank's."""
         super().__init__(_part(whole.weight, share, 1), whole.bias if tp.rank == 0 else None)
         self.share = share
         self.tp = tp
         self.cuts = cuts
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [..., this rank's in], or all -> [..., out]."""
+        """Multiply x [..., this rank's in], or [..., in] with `cuts` -> [..., out]."""
         if self.cuts:
             x = x.narrow(-1, self.share.start, self.share.length)
         return self.tp.all_reduce(super().forward(x))
 
 
 class EmbeddingShare(nn.Module):
-    """This rank's rows of the vocabulary; a sum over the ranks adds those of others."""
+    """An embedding whose rows are split over the ranks. A sum over the ranks adds the rows of other ranks."""
 
     def __init__(self, whole: nn.Embedding, share: Share, tp: TensorParallel) -> None:
         super().__init__()
@@ -112,9 +120,9 @@ class EmbeddingShare(nn.Module):
 
 
 def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Module, PackedLinear]:
-    """Lay out the weights of linear layers as they are fastest here; return each replaced layer's new one.
+    """Lay out the weights of linear layers for fast products on this machine; return the new layer of each old one.
 
-    called: layers that a forward pass calls; weights of other layers may be read without a call.
+    called: the modules that a forward pass calls. Other layers stay as they are, as code may read their weights.
     """
     packed: dict[nn.Module, PackedLinear] = {}
     for name, module in list(model.named_modules()):
@@ -130,9 +138,10 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Mod
 def fuse_linears(
     calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLinear]
 ) -> list[tuple[nn.Module, str]]:
-    """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm takes.
+    """Let oneDNN compute an activation, or the sum before a norm, together with the matrix product before it.
 
-    calls: of a forward pass before layers were packed.  Returns modules and their new attributes, for undoing it.
+    calls: all module calls of a forward pass before layers were packed. packed: the packed layer of each linear layer.
+    Returns each changed module with the name of its new attribute, so that the change can be undone.
     """
     changed: list[tuple[nn.Module, str]] = []
     makers = {id(output): packed[module] for module, _, output in calls if module in packed}
@@ -146,10 +155,11 @@ def fuse_linears(
                 if _gives(compute, args, output):
                     maker.activation = names
                     module.forward = nn.Identity().forward
-                    changed += (maker, "activation"), (module, "forward")
-        elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[
-            0
-        ].weight.is_mkldnn:
+                    changed.append((maker, "activation"))
+                    changed.append((module, "forward"))
+            continue
+        ends_in_norm = [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm]
+        if ends_in_norm and layers[0].weight.is_mkldnn:
             fused = partial(_norm_of_sum, *layers)
             if _gives(fused, args, output):
                 module.forward = fused
@@ -160,6 +170,7 @@ def fuse_linears(
 def _norm_of_sum(
     product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor
 ) -> Tensor:
+    """Return norm(product(x) + other). oneDNN adds `other` as it computes the product."""
     rows = x.flatten(0, -2)
     other_rows = other.flatten(0, -2)
     total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
@@ -178,7 +189,8 @@ def _gives(compute: Callable[..., Tensor], args: tuple[Any, ...], output: Any) -
 def split_by_plan(model: Any, tp: TensorParallel) -> None:
     """Keep this rank's share of each module that transformers' plan for the model splits.
 
-    Raises UnsupportedModel without a plan or for an unknown kind of split, or ConfigError.
+    Raises UnsupportedModel if there is no plan or it names an unknown kind of split, and ConfigError if a size cannot
+    be split over the ranks.
     """
     plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
     if "rowwise" not in plan.values() and "rowwise_split_input" not in plan.values():

@@ -42,7 +42,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
     values = read_json(folder / "config.json")
     architectures = values.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    # refused before its sizes are read, whose names may be unknown here
+    # Refuse the architecture first: config.json may have other names for the sizes, and an error would be about them.
     if values.get("is_encoder_decoder") and not reads_in_one_pass(name):
         raise UnsupportedModel(
             f"{brief(architectures)} has an encoder; decoders alone are served, which `tokenmill models` lists"
@@ -54,7 +54,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 
 
 def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
-    """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
+    """Whether a checkpoint can generate text. Raises UnsupportedModel if it can neither generate nor embed."""
     if path.is_single_pass:
         has_head = False
         embeds = embeds or model.architecture.endswith(CLASSIFIES)
@@ -73,7 +73,8 @@ def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
         path.decoder.tie_word_embeddings and model.architecture not in BODIES
     )
     if not has_head:
-        with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
+        with open_tensors(list_weight_files(folder)) as tensors:
+            # A quantized head may have no tensor lm_head.weight, so every name of the head counts.
             names = own_names(tensors, is_text_part=model.is_text_part)
             has_head = any(name.startswith("lm_head.") for name in names)
     return has_head
@@ -81,9 +82,10 @@ def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
 
 @dataclass(frozen=True)
 class ModelPath:
-    """The way in which a model is computed, and why: natively by `decoder`, through transformers if None.
+    """The way in which a model is computed, and the reason for it.
 
-    is_single_pass: each text whole, without a KV cache.
+    decoder: the native decoder's configuration; None for a model that runs through transformers.
+    is_single_pass: the model reads each text as a whole, without a KV cache.
     """
 
     decoder: DecoderConfig | None
@@ -107,7 +109,7 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
     is_single_pass = reads_in_one_pass(model.whole or model.architecture)
     if is_single_pass and model.whole is not None:
         raise UnsupportedModel(
-            f"{model.whole} has no LM head, and reads more than text: that is not built"
+            f"{model.whole} has no LM head, and reads more than text: such models are not built"
         )
     if model.reads_pictures:
         return ModelPath(None, "it reads pictures", is_single_pass)
@@ -137,8 +139,8 @@ def load_model(
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    embeds: it needs no LM head. Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another
-    ConfigError.
+    embeds: the model is only to embed, so it needs no LM head.
+    Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
     if deterministic:
@@ -152,9 +154,9 @@ def load_model(
     original = longrope_length(config)
     if original is not None and place.max_positions > original:
         logger.warning(
-            "this model turns heads by other factors in sequences of more than %d tokens, and a KV cache "
-            "cannot change factors while a sequence grows: all sequences have those of long ones; if %d "
-            "tokens are enough, set max_model_len=%d", original, original, original,
+            "this model has other rotary factors for sequences of more than %d tokens, and a KV cache cannot "
+            "change factors while a sequence grows: all sequences take the factors of long ones; if %d tokens "
+            "are enough, set max_model_len=%d", original, original, original,
         )  # fmt: skip
     rotation_dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
     rotaries = [
@@ -166,14 +168,14 @@ def load_model(
         model = DecoderForCausalLM(
             DecoderParts(decoder, place.tp, place.backend, place.dtype), rotaries
         )
-    load_weights(
-        model,
-        folder,
-        place.device,
-        config,
-        None if quantization is None else (kernels and kernels.quantize_rows) or quantize_rows,
-        None if quantization is not None or deterministic else _packed_kernels(place),
-    )
+    row_quantizer = None
+    packed_kernels = None
+    if quantization is not None:
+        own_quantizer = None if kernels is None else kernels.quantize_rows
+        row_quantizer = own_quantizer or quantize_rows
+    elif not deterministic:
+        packed_kernels = _packed_kernels(place)
+    load_weights(model, folder, place.device, config, row_quantizer, packed_kernels)
     if deterministic:
         make_deterministic(model, place.dtype)
     if quantization is not None:
@@ -209,7 +211,11 @@ def _packed_kernels(place: ModelPlace) -> PackedKernels | None:
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
-    """Return whether the LM head is the embedding; the files count more than config.json, as in transformers."""
+    """Return whether the LM head and the embedding are one tensor.
+
+    If config.json says so but the files hold two different tensors, the files are right, as in transformers.
+    embeds: the model needs no LM head, so a missing one counts as tied.
+    """
     with open_tensors(list_weight_files(folder)) as tensors:
         by_name = own_names(tensors, is_text_part=config.is_text_part)
         if not any(name.startswith("lm_head.") for name in by_name):
@@ -222,14 +228,14 @@ def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, emb
 
 
 def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:
-    """Raise ConfigError for models that int8 is not built for."""
+    """Raise ConfigError unless quantization='int8' is built for this model and device."""
     problem = None
     if device.type != "cpu":
-        problem = f"device={device.type!r}, it is built for CPUs"
+        problem = f"device={device.type!r}, and int8 is built for CPUs"
     elif path.decoder is None:
-        problem = f"{name} runs through transformers, and it is built for native models"
+        problem = f"{name} runs through transformers, and int8 is built for native models"
     elif any(layer.experts for layer in path.decoder.layers):
-        problem = "this is a mixture of experts, and it is built for dense models"
+        problem = "this is a mixture of experts, and int8 is built for dense models"
     if problem is not None:
         raise ConfigError(f"quantization='int8' cannot be used: {problem}; leave it out")
     check_int8()

@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 
 def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
-    """Name tensors as a model with an LM head does: a checkpoint for embeddings may leave out the prefix."""
+    """Give tensors the names that they have in a model with an LM head.
+
+    A checkpoint for embeddings may lack the prefix "model.".
+    """
     if is_text_part:
         return text_tensors(tensors)
     if "embed_tokens.weight" not in tensors:
@@ -67,7 +70,7 @@ def load_weights(
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
     quantize_rows: quantizes the activations of linear layers, whose weights are then int8; None quantizes nothing.
-    kernels: multiply with weights as the files pack them; None unpacks them all.
+    kernels: multiply with weights as the files pack them; None unpacks all weights.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
@@ -86,7 +89,7 @@ def load_weights(
         by_name = own_names(opened, is_text_part=config.is_text_part)
         packed, plain_modules = keep_packed(modules, by_name, kernels)
         _log_packed(packed, plain_modules)
-        # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
+        # The same as to_empty, which takes a third of a second to import sympy for tensors on the meta device.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
         model.tie_weights()
         for name, tensor in by_name.items():
@@ -120,9 +123,9 @@ def count_bytes(
     config: ModelConfig,
     kernels: PackedKernels | None,
 ) -> int:
-    """Return the bytes that a model's weights take once they are loaded as by `load_weights`, by shapes alone.
+    """Return the bytes that a model's weights take once `load_weights` has loaded them, by their shapes alone.
 
-    model: on the meta device, and changed.
+    model: on the meta device; this changes it.
     """
     modules = weighted_modules(model)
     with open_tensors(list_weight_files(folder)) as tensors:
@@ -134,7 +137,7 @@ def count_bytes(
         parameter for name, parameter in model.named_parameters() if name != "lm_head.weight"
     ]
     head = model.lm_head.weight
-    if not model.tied or packs(device, head.dtype):  # else it is the embedding's
+    if not model.tied or packs(device, head.dtype):  # a packed head is a copy of the embedding
         weights.append(head)
     return sum(weight.nbytes for weight in weights)
 
@@ -144,10 +147,11 @@ def keep_packed(
     tensors: Mapping[str, CheckpointTensor],
     kernels: PackedKernels | None,
 ) -> tuple[dict[tuple[str, str], LoadPacked], list[str]]:
-    """Let layers keep quantized weights as the files pack them, where the kernels multiply with such.
+    """Let layers keep quantized weights as the files pack them, where the kernels can multiply with packed weights.
 
-    modules: not filled yet, they may be on the meta device. tensors: by their names here.
-    Returns what loads each weight that stays packed, by module and parameter, and the modules that unpack one.
+    modules: not filled yet; they may be on the meta device. tensors: by their names in this model.
+    Returns the function that loads each weight that stays packed, by module and parameter, and the names of modules
+    with a weight that must be unpacked.
     """
     by_place: dict[tuple[str, str], dict[str | None, PackableTensor]] = {}
     for name, tensor in tensors.items():
@@ -173,8 +177,8 @@ def _log_packed(packed: Sized, plain: Sequence[str]) -> None:
         logger.info("the quantized weights of %d layers stay packed in memory", len(packed))
     if plain:
         logger.info(
-            "the quantized weights of %d layers are unpacked when they are read, and take the memory of plain "
-            "ones: %s",
+            "the quantized weights of %d layers are unpacked when they are read, and then take as much memory as "
+            "plain weights: %s",
             len(plain),
             ", ".join(plain[:4]) + (", ..." if len(plain) > 4 else ""),
         )
@@ -191,7 +195,7 @@ def _load_tensor(
     if place is None:
         weight = name.removesuffix("bias") + "weight"
         if name.endswith(".bias") and _find_place(modules, weight) and not tensor.whole().any():
-            return []  # AutoGPTQ writes one of zeros where a linear layer has none
+            return []  # AutoGPTQ writes a bias of zeros for a linear layer without a bias
         raise WeightMismatch(f"{tensor.path} holds {name!r}, for which this model has no place")
     module_name, parameter, shard = place
     module = modules[module_name]
@@ -216,9 +220,12 @@ def _find_place(
     parts = [RENAMED.get(part, part) for part in name.split(".")]
     for end in range(len(parts) - 1, 0, -1):  # the innermost module first
         *parents, last = parts[:end]
-        last, shard = PACKED.get(last, (last, None))
-        module_name = ".".join([*parents, last])
+        own_last, shard_of_module = PACKED.get(last, (last, None))
+        module_name = ".".join([*parents, own_last])
         if module_name in modules:
             place = modules[module_name].place_of(".".join(parts[end:]))
-            return None if place is None else (module_name, place[0], shard or place[1])
+            if place is None:
+                return None
+            parameter, shard_of_parameter = place
+            return module_name, parameter, shard_of_module or shard_of_parameter
     return None

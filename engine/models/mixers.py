@@ -1,7 +1,8 @@
 """The mixers of a transformers model: layers that keep a state of each sequence beside the KV cache.
 
-They are the innermost modules that run when a state of the cache is asked for or set. Each gets the batch's rows
-sequence by sequence, with transformers' own cache layer: filled from the pool of states, then stored there again.
+A module is a mixer if it is the innermost one that runs when a state of the cache is read or set. A mixer gets the
+batch's rows sequence by sequence, with transformers' own cache layer. The layer is filled from the pool of states
+before the mixer runs, and the new states are stored in the pool afterwards.
 """
 
 import inspect
@@ -30,9 +31,12 @@ SCAN = "mamba_selective_scan"  # transformers' function, which cannot begin at a
 
 
 class StateCache(Cache):
-    """A cache for mixers only: its layers hold the states of the part that is being computed.
+    """The cache that transformers' modules get, which holds only states of mixers, not keys and values.
 
-    Keys and values pass through it to the attention unchanged. mixers: those that `recording` has found.
+    Its layers hold the states of the part of a batch that is being computed. Keys and values pass through unchanged.
+
+    mixers and indexers: the modules that read or write the cache while `recording`. index_keys: the shape of a token's
+    index keys, by layer. all_index_keys: takes new index keys and a layer, and returns the keys of all tokens.
     """
 
     is_compileable = False
@@ -40,7 +44,7 @@ class StateCache(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layers: Any = _Layers(self.update_indexer)
-        self._running: list[nn.Module] = []
+        self._running: list[nn.Module] = []  # while recording; the innermost module is last
         self.mixers: dict[nn.Module, None] = {}
         self.indexers: dict[nn.Module, None] = {}
         self.index_keys: dict[int, StateShape] = {}
@@ -52,6 +56,7 @@ class StateCache(Cache):
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Note the indexer that calls, and return the keys of all tokens, or only the new ones while recording."""
         keys = indexer_key_states
         if self._running:
             self.indexers[self._running[-1]] = None
@@ -61,6 +66,7 @@ class StateCache(Cache):
             )
         else:
             keys = self.all_index_keys(keys, layer_idx)
+        # The layer is asked only for the number of its keys, so the keys here are empty.
         self.layers[layer_idx].keys = keys.new_empty(*keys.shape[:2], 0)
         return keys
 
@@ -101,12 +107,16 @@ class StateCache(Cache):
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
         """Note the mixers of a model that runs within the block."""
+
+        def leave(*_: Any) -> None:
+            self._running.pop()  # returns nothing: a value would replace the module's output
+
         hooks = [
             hook
             for module in model.modules()
             for hook in (
                 module.register_forward_pre_hook(lambda module, _: self._running.append(module)),
-                module.register_forward_hook(lambda *_: self._running.pop() and None),
+                module.register_forward_hook(leave),
             )
         ]
         try:
@@ -116,7 +126,7 @@ class StateCache(Cache):
                 hook.remove()
 
     def shapes(self) -> list[StateShape]:
-        """Return the shapes of the states that are there, without the batch's dimension."""
+        """Return the shapes of the states that the layers hold, without the batch's dimension."""
         return [
             StateShape(index, kind, i, tuple(state.shape[1:]), state.dtype)
             for index, layer in self.layers.items()
@@ -127,7 +137,11 @@ class StateCache(Cache):
 
 
 class _Layer(LinearAttentionLayer):
-    """A cache's layer. update_index: what MiniMax M3 calls for index keys. keys: as many as these, for GLM 5 Next."""
+    """A cache's layer.
+
+    update_index: MiniMax M3 calls it with its new index keys. keys: a tensor with an entry for each index key, whose
+    number GLM 5 Next asks for.
+    """
 
     keys: Tensor
 
@@ -140,7 +154,7 @@ class _Layer(LinearAttentionLayer):
 
 
 class _Layers(dict[int, LinearAttentionLayer]):
-    """A cache's layers, made when they are asked for. fill: gives a new one its states."""
+    """A cache's layers by index. A layer is made when it is first looked up; `fill` then gives it its states."""
 
     fill: Callable[[int, LinearAttentionLayer], None] | None = None
 
@@ -149,17 +163,24 @@ class _Layers(dict[int, LinearAttentionLayer]):
         self._update_indexer = update_indexer
 
     def __missing__(self, index: int) -> LinearAttentionLayer:
-        layer = self[index] = _Layer(lambda keys: self._update_indexer(keys[:, 0], index)[:, None])
+        def update_index(keys: Tensor) -> Tensor:
+            return self._update_indexer(keys[:, 0], index)[:, None]  # without the heads' dimension
+
+        layer = _Layer(update_index)
+        self[index] = layer
         if self.fill is not None:
             self.fill(index, layer)
         return layer
 
 
 class Mixers:
-    """The wrapped mixers and indexers of a model. states: of one sequence, in all layers. index_keys: of a token."""
+    """The mixers and indexers of a model, wrapped so that they compute from the engine's cache.
+
+    states: the shapes of a sequence's states, in all layers. index_keys: the shapes of a token's index keys.
+    """
 
     def __init__(self, cache: StateCache, argument: str) -> None:
-        """cache: with which the model was run. argument: by which the body takes it."""
+        """cache: what the model was given while it was recorded. argument: the name of the body's cache argument."""
         self.states = cache.shapes()
         self._cache = cache
         self._argument = argument
@@ -172,36 +193,36 @@ class Mixers:
             self._wrap(mixer)
 
     def chosen(self) -> Tensor | None:
-        """Return the last choice of an indexer in this batch."""
+        """Return the tokens that an indexer chose last in this batch."""
         return self._indexers.chosen
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> dict[str, Any]:
         """Compute this batch from now on; return the arguments that the body needs for it."""
         self._indexers.begin(batch, cache)
         if self.states:
-            assert isinstance(batch.states, StateParts), (
-                "a model with states has parts in each step"
-            )
-            assert cache.states is not None, "and a pool"
+            assert isinstance(batch.states, StateParts), "a batch lacks the parts for its states"
+            assert cache.states is not None, "a cache lacks the pool of states"
             self._step = batch.states, cache.states
         return {self._argument: self._cache}
 
     def end(self) -> None:
-        """Compute rows as they come from now on, without states."""
+        """Leave the batch: from now on the mixers compute without stored states."""
         self._step = None
         self._indexers.end()
         self._cache.layers.clear()
 
     def _wrap(self, mixer: nn.Module) -> None:
+        """Let the mixer compute the decodes of a batch together, and each other part from its own states."""
         compute = _with_scan(mixer, self._cache)
 
         def forward(*args: Any, **options: Any) -> Any:
             if self._step is None:
                 return compute(*args, **options)
             parts, pool = self._step
-            num_rows = next(
-                len(x[0]) for x in tree_flatten((args, options))[0] if isinstance(x, Tensor)
-            )
+
+            # The first tensor is [1, rows, ...].
+            values, _form = tree_flatten((args, options))
+            num_rows = next(len(value[0]) for value in values if isinstance(value, Tensor))
             rows = _Rows(num_rows)
             num_decodes = len(parts.decodes)
             if num_decodes:
@@ -218,6 +239,7 @@ class Mixers:
     def _compute_part(
         self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", arguments: Any
     ) -> None:
+        """Compute one sequence's rows from its states in the pool, and store the new states."""
         self._fill(pool, part.source)
         args, options = rows.cut(arguments, part.start, part.end)
         rows.take(compute(*args, **options), part.start, part.end)
@@ -226,7 +248,10 @@ class Mixers:
             self._store(pool, part.saved)
 
     def _fill(self, pool: StatePool, rows: Tensor | int) -> None:
-        """Let the cache's layers have copies of these rows of the pool; -1 for no states."""
+        """Let the cache's layers hold copies of these rows of the pool. A layer is filled when it is first looked up.
+
+        rows: one for each sequence, or the row of a single sequence; -1 leaves the layers without states.
+        """
 
         def fill(index: int, layer: Any) -> None:
             for state, stored in pool.layers.get(index, ()):
@@ -247,7 +272,7 @@ class Mixers:
         self._cache.layers.fill = None if isinstance(rows, int) and rows < 0 else fill
 
     def _store(self, pool: StatePool, rows: Tensor | int) -> None:
-        """Put the states of the cache's layers into these rows of the pool."""
+        """Copy the states of the cache's layers to these rows of the pool."""
         for index, layer in self._cache.layers.items():
             for state, stored in pool.layers.get(index, ()):
                 values = getattr(layer, state.name)[state.place]
@@ -263,12 +288,15 @@ class _Rows:
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._wholes: dict[int, Tensor] = {}  # by place in the output
-        self._last: list[Any] = []
-        self._form: Any = None
+        self._wholes: dict[int, Tensor] = {}  # by place in the flattened output
+        self._last: list[Any] = []  # the last part's output, flattened
+        self._form: Any = None  # how that output was nested
 
     def cut(self, arguments: Any, start: int, end: int, *, by_row: bool = False) -> Any:
-        """Cut rows out of each tensor that has one for each token: [1, rows, ...], or [rows, 1, ...] by row."""
+        """Cut these rows out of each tensor that has a row for each token; other arguments stay as they are.
+
+        The result is [1, rows, ...], one sequence; with `by_row` [rows, 1, ...], a sequence for each row.
+        """
 
         def part(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.shape[:2] != (1, self._num_rows):
@@ -279,27 +307,27 @@ class _Rows:
         return tree_map(part, arguments)
 
     def take(self, output: Any, start: int, end: int, *, by_row: bool = False) -> None:
-        """Put the output of rows that `cut` returned in its place."""
+        """Put the output for rows that `cut` returned into its place. by_row: as for `cut`."""
         self._last, self._form = tree_flatten(output)
         shape = (end - start, 1) if by_row else (1, end - start)
         for place, x in enumerate(self._last):
             if isinstance(x, Tensor) and x.shape[:2] == shape:
                 whole = self._wholes.setdefault(place, x.new_empty(1, self._num_rows, *x.shape[2:]))
-                if whole.shape[2:] == x.shape[2:]:  # else it had that shape by chance
+                if whole.shape[2:] == x.shape[2:]:  # otherwise x only looked like rows
                     whole[:, start:end] = x.transpose(0, 1) if by_row else x
 
     def joined(self) -> Any:
-        """Return the output of all rows, with whatever else the last part returned."""
+        """Return the output for all rows. Values in it that have no rows are those of the last part."""
         return tree_unflatten(
             [self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form
         )
 
 
 def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
-    """Return the mixer's forward, with Mamba-1's scan beginning at the state of the cache."""
+    """Return the mixer's forward; if it calls Mamba-1's scan, the scan begins with the state in the cache."""
     outer = mixer.forward
     forward: Any = inspect.unwrap(type(mixer).forward)
-    calls = count()  # one for each head
+    calls = count()  # the model calls the scan once for each head, in their order
     scan_of_model = forward.__globals__.get(SCAN)
     if scan_of_model is None:
         return outer
@@ -307,7 +335,7 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
     def scan(*args: Any, **options: Any) -> Any:
         states = (layer.recurrent_states[0] for layer in cache.layers.values())
         before = next((state for state in states if state is not None), None)
-        if before is None or not options.get("return_last_state"):  # no cache came
+        if before is None or not options.get("return_last_state"):  # without a cache
             return scan_of_model(*args, **options)
         if before.ndim == WITH_HEADS:
             before = before[:, next(calls) % before.shape[1]]
@@ -324,9 +352,10 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
 def scan_from(
     state: Tensor, hidden: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-1's selective scan from a state, [1, channels, size], as transformers does it without one.
+    """Compute Mamba-1's selective scan from a given state, [1, channels, size]; transformers' scan starts from zeros.
 
-    hidden, dt: [1, channels, tokens].  a: [channels, size].  b, c: [1, size, tokens].  options: of transformers'.
+    hidden, dt: [1, channels, tokens].  a: [channels, size].  b, c: [1, size, tokens].
+    options: the keyword arguments of transformers' scan. Returns the output and the last state.
     """
     if options.get("delta_bias") is not None:
         dt = dt + options["delta_bias"].to(dt.dtype)[..., None]

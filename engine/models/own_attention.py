@@ -1,6 +1,6 @@
-"""Attention modules of transformers that call no attention interface: what each hands to ours instead.
+"""Replaces the forward of attention modules that do not call transformers' attention interface.
 
-To add one: a function here that takes its forward's arguments, and an entry in FORWARDS.
+To add one: a function here that takes its forward's arguments and calls `answer`, and an entry in FORWARDS.
 """
 
 import sys
@@ -14,19 +14,19 @@ from engine.models.attention_calls import PLACE, answer
 
 
 def put_in_place(model: nn.Module) -> None:
-    """Have each such module of the model attend by `answer` while something answers its calls."""
+    """Let each module of the classes in FORWARDS attend by `answer`, while the module has a function to answer with."""
     for module in model.modules():
         if type(module).__name__ in FORWARDS:
             _replace(module, FORWARDS[type(module).__name__])
 
 
-def plainest(model: nn.Module) -> str:
-    """Return which attention of transformers to compare with: not Falcon's "eager", which adds its slopes twice."""
-    return (
-        "sdpa"
-        if any(type(module).__name__ == "FalconAttention" for module in model.modules())
-        else "eager"
-    )
+def reference_attention(model: nn.Module) -> str:
+    """Return the name of transformers' attention to compare ours with.
+
+    It is "eager", except for Falcon, whose "eager" adds the ALiBi slopes twice.
+    """
+    names = {type(module).__name__ for module in model.modules()}
+    return "sdpa" if "FalconAttention" in names else "eager"
 
 
 def _replace(module: Any, ours: Callable[..., Any]) -> None:
@@ -80,7 +80,8 @@ def _falcon(
         query, key = rotate(query, key, *position_embeddings)
     else:
         alibi = alibi * module.inv_norm_factor
-        if attention_mask is not None:  # it holds the slopes too
+        if attention_mask is not None:
+            # The mask holds the slopes too, so only its hidden places are kept.
             attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
     options = {"scaling": module.inv_norm_factor, "alibi": alibi}
     attended, _weights = answer(

@@ -1,4 +1,7 @@
-"""Finds modules of transformers that count positions themselves: in a flat batch a count of rows is wrong."""
+"""Finds modules of transformers that count positions themselves, and gives them the right positions.
+
+Such a module counts rows from zero. In a flat batch of several sequences that count is wrong.
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -19,7 +22,7 @@ FIRST_COUNTS = (0, 1)  # with which a count of rows begins
 
 
 class _EachResult(TorchFunctionMode):
-    """Passes what torch's functions make through `change(function, made)`, in this thread."""
+    """Replaces what each torch function returns by `change(function, returned)`, in this thread."""
 
     def __init__(self, change: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -35,14 +38,16 @@ class _EachResult(TorchFunctionMode):
 def counting(
     modules: Collection[nn.Module], num_tokens: int, shift: int
 ) -> Iterator[dict[nn.Module, Any]]:
-    """Find which of the modules count num_tokens rows within the block, and by which function of torch.
+    """Find which modules count all tokens within the block, from 0 or 1, and by which function of torch.
 
-    shift: is added to the first count of each. Positions that the model is given must be far from such counts.
+    Yields a mapping from module to function, filled in the block. num_tokens: the tokens of the pass.
+    shift: is added to each module's first count. Positions that the model is given must not look like such a count.
     """
     functions: dict[nn.Module, Any] = {}
     running: list[nn.Module] = []
 
     def note(function: Any, made: Any) -> Any:
+        """Note the function if it made the running module's first count, and return that count shifted."""
         if (
             not running
             or running[-1] in functions
@@ -58,12 +63,15 @@ def counting(
         functions[running[-1]] = function
         return made + shift
 
+    def leave(*_: Any) -> None:
+        running.pop()  # returns nothing: a value would replace the module's output
+
     hooks = [
         hook
         for module in modules
         for hook in (
             module.register_forward_pre_hook(lambda module, _: running.append(module)),
-            module.register_forward_hook(lambda *_: running.pop() and None),
+            module.register_forward_hook(leave),
         )
     ]
     try:
@@ -75,7 +83,10 @@ def counting(
 
 
 def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) -> None:
-    """Give the module these positions, [rows], where it first counts rows by torch.arange; None lets it count."""
+    """Replace the module's first count of rows by torch.arange, in each forward pass, with given positions, [rows].
+
+    positions: returns them, or None to let the module count.
+    """
     compute = module.forward
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -83,13 +94,13 @@ def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) ->
         if known is None:
             return compute(*args, **options)
 
-        left = [known]
+        unused = [known]  # empty once the positions have replaced a count
 
-        def told(function: Any, made: Any) -> Any:
-            counts = left and function is torch.arange and made.shape == known.shape
-            return left.pop().to(made.dtype) if counts else made
+        def replace_count(function: Any, made: Any) -> Any:
+            is_count = function is torch.arange and made.shape == known.shape
+            return unused.pop().to(made.dtype) if unused and is_count else made
 
-        with _EachResult(told):
+        with _EachResult(replace_count):
             return compute(*args, **options)
 
     module.forward = forward
@@ -97,17 +108,21 @@ def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) ->
 
 @dataclass
 class Recorded:
-    """A pass without attention: its attention calls, the modules called, and which gave hidden states, in order."""
+    """What a pass without attention did.
+
+    calls: its attention calls. called: all modules that ran. bodies: modules that returned hidden states and what each
+    returned, in the order in which they ended.
+    """
 
     calls: list[AttentionCall] = field(default_factory=list)
     called: set[nn.Module] = field(default_factory=set)
     bodies: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def equals(self, other: "Recorded") -> bool:
-        """Whether both passes attended to the same and gave the same, apart from rounding."""
+        """Whether both passes have equal queries, keys, values and last hidden states, apart from rounding."""
         return len(self.calls) == len(other.calls) and all(
-            one.shape == same.shape and (one - same).norm() <= ROUNDING * same.norm()
-            for one, same in zip(self._values(), other._values(), strict=True)
+            mine.shape == its.shape and (mine - its).norm() <= ROUNDING * its.norm()
+            for mine, its in zip(self._values(), other._values(), strict=True)
         )
 
     def _values(self) -> list[Tensor]:
@@ -125,9 +140,10 @@ def find_positions(
 ) -> tuple[int, Collection[nn.Module]]:
     """Return the position of a sequence's first token, and the attending modules that count positions themselves.
 
-    near: a pass without given positions. record: runs the body again, with the first token at this position, or for
-    None without positions. The body is run at its first and its last positions: a count may matter only there. Raises
-    UnsupportedModel for other counts.
+    near: the record of a pass that was given no positions. record: runs the body again with its first token at the
+    given position; None gives the body no positions. The body is run at its first and at its last positions, as a
+    module's own count may change the result only at one of them. Raises UnsupportedModel if the body or a module
+    counts in a way that cannot be replaced.
     """
     if not takes_positions(body):
         return 0, _counting_parts(body, near, max_positions, record)
@@ -153,9 +169,12 @@ def find_positions(
 def _counting_parts(
     body: nn.Module, near: Recorded, max_positions: int, record: Callable[[int | None], Recorded]
 ) -> Collection[nn.Module]:
-    """Return the parts that count positions, in a body that takes none. Raises UnsupportedModel if no part does."""
+    """Return the modules that count positions, in a body that takes no positions.
+
+    Raises UnsupportedModel if no module counts, or one counts by another function than torch.arange.
+    """
     if all("alibi" in call.options for call in near.calls):
-        return ()  # it has no positions
+        return ()  # ALiBi biases take the place of positions
     shift = max_positions - NUM_RECORDED_TOKENS
     with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as functions:
         shifted = record(None)

@@ -33,23 +33,23 @@ AROUND = Norms(
 class DecoderFlags:
     """The differences of one Llama-like architecture from another.
 
-    model_type: config.json's, by which transformers finds the model whatever `architectures` says.
-    keys: what its model reads of config.json beyond what all do, with the values of keys that are missing.
-        decoder_config.py says what each does; a key that is not here is ignored, as transformers ignores it.
-    fixed: values of such keys that hold whatever config.json says.
-    refused: keys by which transformers takes config.json for another model's.
-    norms: where a layer normalises. What is normalised after attention or MLP is their output, before it
-        joins the residual stream.
-    norm_offset: added to norm weights as the checkpoint has them.
+    model_type: the model_type in config.json. transformers chooses the model by it, not by `architectures`.
+    keys: the keys of config.json that the architecture reads besides COMMON_KEYS, each with the value that a missing
+        key stands for. decoder_config.py says what each does. Other keys are ignored, as transformers ignores them.
+    fixed: values by key, which hold whatever config.json says.
+    refused: keys that make transformers build another model from config.json.
+    norms: where a layer normalises. After attention or MLP it normalises their output, before that output joins the
+        residual stream.
+    norm_offset: is added to the norm weights of the checkpoint.
     float32_norms: norm weights multiply before the result is rounded to the model's dtype, not after.
     float32_rotation: cosines and sines are not rounded to the model's dtype.
     qk_norm: queries and keys are normalised before the rotation, each head by itself or all as one vector.
     gated_attention: the output of each head is multiplied by the sigmoid of a gate.
     qkv_bias: queries, keys and values have a bias whatever config.json says.
     scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
-    sinks: every head has one, see AttentionFeatures.
-    expert_bias, interleaved_experts: as `bias` and `interleaved` of Experts.
-    interleaved_delta: as `interleaved` of DeltaHeads.
+    sinks: every head has an attention sink, see AttentionFeatures.
+    expert_bias, interleaved_experts: see `bias` and `interleaved` of Experts.
+    interleaved_delta: see `interleaved` of DeltaHeads.
     """
 
     model_type: str

@@ -9,7 +9,7 @@ from engine.models.registry import ARCHITECTURES
 
 
 def _ending(end: str, names: str) -> list[str]:
-    """Return the names, each with `end` behind it."""
+    """Return the names, each followed by `end`."""
     return [name + end for name in names.split()]
 
 
@@ -133,6 +133,7 @@ def model_table() -> str:
 
 def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
     """Write the names in alphabetical order, in lines broken after commas."""
+    # textwrap breaks lines at spaces, and a name may hold some.
     text = ", ".join(name.replace(" ", "\0") for name in sorted(names, key=str.lower))
     space = " " * indent
     lines = textwrap.wrap(

@@ -1,8 +1,8 @@
 """Models that read each text in one pass, several texts at a time: transformers' encoders, and heads that classify.
 
-If a class attends through transformers' attention interface, the texts of a step lie one behind the other in one row,
-and each attends only to itself. If not, they are padded, those of like lengths together. The runner compares both
-ways with texts that are computed alone.
+If a class attends through transformers' attention interface, the texts of a step follow each other in one row, and
+each text attends only to itself. Otherwise texts are padded, and computed together with texts of similar lengths. The
+runner compares both ways with texts that are computed alone.
 """
 
 import functools
@@ -45,7 +45,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def single_pass_class(architecture: str) -> Any:
-    """Return transformers' class. Raises UnsupportedModel for a name that transformers does not have."""
+    """Return transformers' class for an architecture. Raises UnsupportedModel if transformers has no such class."""
     import transformers
 
     kind: Any = getattr(transformers, architecture, None)
@@ -54,7 +54,7 @@ def single_pass_class(architecture: str) -> Any:
             f"{architecture} is no model of transformers {transformers.__version__}"
         )
     if not architecture.endswith((CLASSIFIES, "Model")):
-        kind = transformers.AutoModel  # for a language model: it leaves the head out
+        kind = transformers.AutoModel  # loads a language model without its head
     return kind
 
 
@@ -83,7 +83,7 @@ def load_single_pass(
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever transformers makes of what is in the files
+    except Exception as error:  # transformers may raise anything for damaged files
         problem = (
             f"transformers {transformers.__version__} cannot load {architecture}: {quoted(error)}"
         )
@@ -99,10 +99,10 @@ def load_single_pass(
 
 
 class SinglePass:
-    """Computes texts of token ids: their hidden states or, if it classifies, a number for each class.
+    """Computes the hidden states of texts or, if the model classifies, a number for each class.
 
-    A token of a second text has the vocabulary's size added to its id.
-    max_positions: the most tokens of a text, None if the model has no table of positions.
+    A text is its token ids. In a pair, the ids of the second text's tokens have the vocabulary's size added.
+    max_positions: the most tokens of a text; None if the model has no table of positions.
     """
 
     def __init__(self, model: Any, *, classifies: bool) -> None:
@@ -111,13 +111,13 @@ class SinglePass:
         self._vocab_size = model.config.vocab_size
         self._pad = model.config.pad_token_id
         arguments = inspect.signature(model.forward).parameters
-        #: Whether it tells a second text's tokens from the first's. GPT-2 takes types, and has none.
+        #: Whether the tokens of a second text have a type of their own. GPT-2 takes such types but has only one.
         self.has_types = (
             "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
         )
         self.max_positions: int | None = None
         self._body = model
-        self._known: Tensor | None = None  # padded states for the body to return uncomputed
+        self._known: Tensor | None = None  # padded hidden states for the body to return
         self._first_position = 0
         widths = [
             module.out_features for module in model.modules() if isinstance(module, nn.Linear)
@@ -134,11 +134,11 @@ class SinglePass:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the texts of a step are one row."""
+        """Whether the texts of a step are computed as one row, without padding."""
         return self._attention is not None
 
     def fuse(self) -> None:
-        """Compute activations and sums together with the products before them, from now on."""
+        """From now on, compute activations and sums together with the matrix products before them."""
         self._fused = fuse_linears(*self._layers)
         self._layers = ([], {})
 
@@ -147,22 +147,20 @@ class SinglePass:
         self._attention = None
         for module, name in self._fused:
             module.__dict__.pop(name, None)
-        with suppress(ValueError):
+        with suppress(ValueError):  # a class without "sdpa" keeps "eager"
             self._attend_by("eager")
             self._attend_by("sdpa")
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[Tensor]) -> Tensor:
-        """Compute texts, [tokens] int64 each: hidden states [all tokens, hidden], or [texts, classes]."""
+        """Compute texts, each [tokens] int64; return hidden states, [all tokens, hidden], or [texts, classes]."""
         if self._attention is None:
             return self._in_groups(texts, lambda group: self._padded([texts[i] for i in group]))
         lengths = [len(text) for text in texts]
-        most = self._most_tokens if texts[0].device.type == "cpu" else sum(lengths)
+        most_tokens = self._most_tokens if texts[0].device.type == "cpu" else sum(lengths)
+        parts = _parts(lengths, most_tokens)
         hidden = torch.cat(
-            [
-                self._packed(texts[begin:end], self._attention)
-                for begin, end in _parts(lengths, most)
-            ]
+            [self._packed(texts[begin:end], self._attention) for begin, end in parts]
         )
         if not self.classifies:
             return hidden
@@ -175,7 +173,7 @@ class SinglePass:
     def _packed(self, texts: Sequence[Tensor], attention: "PackedAttention") -> Tensor:
         """Compute texts as one row: states [tokens, hidden]."""
         num_tokens = sum(map(len, texts))
-        # rounded up, as oneDNN makes code for each number of rows, in a millisecond, and keeps half a MB of it
+        # Rounded up: for each new number of rows oneDNN takes a millisecond to make code, and keeps half a MB of it.
         padding = texts[0].new_zeros(-num_tokens % (8 if num_tokens <= 512 else 64))
         row = torch.cat([*texts, padding])
         attention.begin([len(text) for text in (*texts, padding) if len(text)])
@@ -188,7 +186,7 @@ class SinglePass:
 
     @torch.inference_mode()
     def alone(self, text: Tensor) -> Tensor:
-        """Compute one text by transformers' own code."""
+        """Compute one text by transformers' own code, to compare other ways with it."""
         before = self.model.config._attn_implementation
         with suppress(ValueError):
             self._attend_by("eager")
@@ -198,12 +196,17 @@ class SinglePass:
             self._attend_by(before)
 
     def _in_groups(self, texts: Sequence[Tensor], compute: Callable[[list[int]], Tensor]) -> Tensor:
-        """Compute texts of like lengths together, by their places."""
+        """Compute texts of similar lengths together; return the results in the order of the texts.
+
+        compute: takes the indices of a group's texts.
+        """
         by_text: list[Tensor] = [torch.empty(0)] * len(texts)
-        groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
+        groups: Iterable[list[int]]
         if self.classifies and self._pad is None:
-            # The head looks for the last token before padding.
+            # Each text goes alone: the head takes the last token before the padding, and there is no padding token.
             groups = ([place] for place in range(len(texts)))
+        else:
+            groups = _of_like_lengths([len(text) for text in texts])
         for group in groups:
             computed = compute(group)
             sizes = [1 if self.classifies else len(texts[place]) for place in group]
@@ -213,6 +216,7 @@ class SinglePass:
         return torch.cat(by_text)
 
     def _padded(self, texts: Sequence[Tensor]) -> Tensor:
+        """Compute texts in one padded batch; return hidden states without those of padding, or logits."""
         row, mask = _pad(texts, self._pad or 0)
         output = self.model(attention_mask=mask, **self._inputs(row))
         if self.classifies:
@@ -227,7 +231,7 @@ class SinglePass:
         return {"input_ids": ids % self._vocab_size, "token_type_ids": ids // self._vocab_size}
 
     def _classify(self, texts: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-        """Compute only the head, of hidden states that are known."""
+        """Compute the head alone, from hidden states that are known already."""
         row, mask = _pad(texts, self._pad or 0)
         self._known = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
         try:
@@ -241,9 +245,9 @@ class SinglePass:
 
     def _look_at_positions(self) -> None:
         """Find the table of positions, and the place in it of a text's first token."""
-        tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None] + (
-            self._pad or 0
-        )
+        # None of these tokens is the padding token, which a model may leave out of its count.
+        first_token = (self._pad or 0) + 1
+        tokens = torch.arange(NUM_RECORDED_TOKENS, device=self.model.device)[None] + first_token
         seen: list[tuple[nn.Embedding, Tensor]] = []
         tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
         hooks = [
@@ -252,7 +256,7 @@ class SinglePass:
         ]
         try:
             self.model(input_ids=tokens % self._vocab_size)
-        except Exception as error:  # whatever the model makes of its files
+        except Exception as error:  # a model's code may raise anything
             raise UnsupportedModel(f"its forward pass raises {quoted(error)}") from error
         finally:
             for hook in hooks:
@@ -292,8 +296,8 @@ class SinglePass:
         try:
             self._attend_by(RULES)
             self.model(**self._inputs(tokens))
-        except Exception as error:  # whatever the model makes of another attention
-            raise UnsupportedModel(f"its attention is its own: {error}") from error
+        except Exception as error:  # a model's code may raise anything with another attention
+            raise UnsupportedModel(f"it cannot run with another attention: {error}") from error
         finally:
             for hook in hooks:
                 hook.remove()
@@ -308,25 +312,27 @@ class SinglePass:
             raise UnsupportedModel("it counts positions by itself")
         attention = PackedAttention(calls)
         self._attend_by(PACKED)
-        self._layers = (
-            layer_calls,
-            pack_linears(self.model, {module for module, _, _ in layer_calls}),
-        )
-        if self.classifies:  # the innermost that gives the same states: poolers come behind it
+        packed = pack_linears(self.model, {module for module, _, _ in layer_calls})
+        self._layers = (layer_calls, packed)
+        if self.classifies:
+            # Known states replace the innermost module that returns the body's states: poolers run after it.
             states = whole.last_hidden_state
-            same = (
-                candidate
-                for candidate in bodies
-                if torch.equal(candidate[1].last_hidden_state, states)
+            same_states = (
+                (module, output)
+                for module, output in bodies
+                if torch.equal(output.last_hidden_state, states)
             )
-            innermost = next(same, None)
+            innermost = next(same_states, None)
             if innermost is None:
                 raise UnsupportedModel("its states are not finite")
             self._replace(*innermost)
         return attention
 
     def _replace(self, body: Any, output: Any) -> None:
-        """Have the body return the known states, if there are any, and else compute."""
+        """While `_known` holds hidden states, make the body return them instead of computing.
+
+        output: what the body returned in an earlier pass.
+        """
         compute = body.forward
         kind = type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
@@ -341,14 +347,15 @@ class SinglePass:
 
 
 class PackedAttention:
-    """Answers a model's attention calls over one row of texts: by a compiled kernel, or by torch a text at a time."""
+    """Answers a model's attention calls over one row of texts, by a compiled kernel or, text by text, by torch."""
 
     def __init__(self, calls: Sequence[AttentionCall]) -> None:
-        """Raise UnsupportedModel for an attention that is not built."""
+        """calls: the recorded attention calls. Raises UnsupportedModel if the attention of one is not built."""
         self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
         self._sights: dict[Rule | None, Sight] = {}
-        # Tasks and block tables, by group and reach.
+        # The kernel's tasks and block tables, by two numbers: the query heads that share a KV head, and the tokens
+        # after itself that each token sees.
         self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}
         for module in self._rules:
             module.__dict__[PLACE] = self
@@ -383,9 +390,9 @@ class PackedAttention:
         longest = max(self._lengths)
         sight = self._sights.get(rule)
         if sight is None or sight.length < longest:
-            sight = self._sights[rule] = Sight.of(
-                rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device
-            )
+            length = -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP
+            sight = Sight.of(rule, length, device)
+            self._sights[rule] = sight
         return sight
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
@@ -402,7 +409,7 @@ class PackedAttention:
             tasks = kernel.tasks_of_sequences(
                 starts, lengths, lengths, np.arange(len(lengths)), none, kind[0], reach=after
             )
-            tables = starts[:, None] + np.arange(lengths.max())  # of blocks of one token
+            tables = starts[:, None] + np.arange(lengths.max())  # a block holds one token
             self._tasks[kind] = tasks, torch.from_numpy(tables.astype(np.int32))
         tasks, block_tables = self._tasks[kind]
         out = torch.empty_like(query)
@@ -424,8 +431,8 @@ class PackedAttention:
 class Sight:
     """Which tokens see which, in texts of up to `length` tokens.
 
-    mask: [1, 1, length, length], None if all see all.
-    reach: how many tokens before and behind its own each sees; None if that is not a band.
+    mask: [1, 1, length, length]; None if all tokens see all others.
+    reach: the number of tokens that each token sees before itself, and the number after; None if tokens differ in that.
     """
 
     length: int
@@ -434,6 +441,7 @@ class Sight:
 
     @classmethod
     def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
+        """Ask the rule about each pair of tokens of a text of this length. A rule of None lets all see all."""
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
         zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
@@ -441,10 +449,14 @@ class Sight:
         seen = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
         for part in torch.split(places, NUM_LOOKED_UP):
             seen[:, :, part] = rule(zero, zero, part.view(1, 1, -1, 1), places.view(1, 1, 1, -1))
+
+        # In a band the first token sees itself and `after` others, the last one itself and `before` others.
         after = int(seen[0, 0, 0].sum()) - 1
         before = int(seen[0, 0, -1].sum()) - 1
-        is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril_(after).triu_(-before))
-        return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)
+        band = torch.ones_like(seen[0, 0]).tril_(after).triu_(-before)
+        reach = (before, after) if torch.equal(seen[0, 0], band) else None
+        mask = None if bool(seen.all()) else seen
+        return cls(length, mask, reach)
 
 
 @functools.cache
@@ -453,7 +465,7 @@ def _kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _has_kernel(call: AttentionCall) -> bool:
-    """Return whether a compiled kernel attends here, in place of torch."""
+    """Return whether a compiled kernel can answer this call, in place of torch."""
     head_dim = call.query.shape[-1]
     return (
         head_dim <= MAX_HEAD_DIM
@@ -466,14 +478,14 @@ def _has_kernel(call: AttentionCall) -> bool:
 def _keep_rule(
     *, q_length: int, kv_length: int, mask_function: Rule, device: Any = "cpu", **_: Any
 ) -> Tensor:
-    """Make a mask that knows its rule."""
+    """Make a mask that carries its mask function as the attribute `rule`, for `_rule_of` to find."""
     mask = torch.ones(1, 1, int(q_length), int(kv_length), dtype=torch.bool, device=device)
     mask.rule = mask_function  # type: ignore[attr-defined]  # it travels through the model's code
     return mask
 
 
 def _rule_of(call: AttentionCall) -> Rule | None:
-    """Return which tokens see which; None if all see all. Raises UnsupportedModel."""
+    """Return the rule that says which tokens see which; None if all see all. Raises UnsupportedModel."""
     if call.options.get("softcap") is not None or call.options.get("s_aux") is not None:
         raise UnsupportedModel("its attention has soft caps or sinks")
     if call.mask is None:
@@ -506,15 +518,17 @@ def _parts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def _of_like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Divide places into groups with little padding, short ones first."""
+    """Divide the indices of texts into groups of similar lengths, which need little padding; short texts come first."""
     group: list[int] = []
     num_tokens = 0
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if group and lengths[place] * (len(group) + 1) > MAX_PADDED * (num_tokens + lengths[place]):
+        length = lengths[place]  # the longest so far
+        num_padded = length * (len(group) + 1)
+        if group and num_padded > MAX_PADDED * (num_tokens + length):
             yield group
             group = []
             num_tokens = 0
         group.append(place)
-        num_tokens += lengths[place]
+        num_tokens += length
     if group:
         yield group

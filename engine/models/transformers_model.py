@@ -1,7 +1,7 @@
 """transformers' own model of an architecture, with the paged attention in place of its own.
 
-It is called with one flat row of tokens, so tokens may meet only in its attention function, which knows the
-batch and the cache: engine.run.forward.probe checks that.
+The model gets all tokens of a batch in one flat row. Only the attention function knows which tokens belong to one
+sequence, so nothing else in the model may mix tokens: engine.run.forward.probe checks that.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from engine.models.attention_calls import (
 )
 from engine.models.base import CausalModel, Kept, ModelPlace
 from engine.models.linear_plan import pack_linears, split_by_plan
-from engine.models.own_attention import plainest, put_in_place
+from engine.models.own_attention import put_in_place, reference_attention
 from engine.models.own_positions import Recorded, find_positions, takes_positions, tell_positions
 from engine.models.served import nearest
 
@@ -67,7 +67,10 @@ class TransformersModel(CausalModel):
         mixers: "Mixers | None",
         first_position: int,
     ) -> None:
-        """Keep the model, its body, the attention that answers both, and the mixers that keep states."""
+        """attention: answers the model's attention calls. mixers: None for a model without states.
+
+        first_position: the position of a sequence's first token.
+        """
         super().__init__()
         self.model = model
         self.hidden_size = body.hidden_size
@@ -80,9 +83,9 @@ class TransformersModel(CausalModel):
         if mixers is not None:
             self.states = mixers.states
             self.index_keys = mixers.index_keys
-        beyond = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
-        # Some architectures compress what lies 128 tokens back.
-        self.probe_lengths = (max(150, beyond + 100), 40)
+        # Long enough that an indexer leaves tokens out. Some architectures compress tokens from the 128th on.
+        num_chosen = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
+        self.probe_lengths = (max(150, num_chosen + 100), 40)
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
@@ -110,11 +113,14 @@ class TransformersModel(CausalModel):
         return logits
 
     def reference_logits(self, token_ids: Tensor, **inputs: Any) -> Tensor:
-        """Compute logits by transformers alone, with its own attention and without a cache. inputs: of pictures."""
+        """Compute logits by transformers alone, with its own attention and without a cache.
+
+        inputs: the pictures' arguments.
+        """
         self.attention.end()
         if self._mixers is not None:
             self._mixers.end()
-        with _attending(self.model, plainest(self.model)), _problems_named():
+        with _attending(self.model, reference_attention(self.model)), _problems_named():
             logits: Tensor = self.model(
                 input_ids=token_ids[None], use_cache=False, **inputs
             ).logits[0]
@@ -127,21 +133,22 @@ def no_mask(*, device: torch.device | str = "cpu", **_: Any) -> Tensor:
 
 
 class Body:
-    """The part of a model that makes hidden states, and the rest, which makes logits of them."""
+    """The part of a model that makes hidden states. The rest of the model makes logits of them."""
 
     def __init__(self, model: Any, body: nn.Module, output: Any) -> None:
-        """output: one of the body's."""
+        """output: what the body returned in an earlier pass; it shows the type and the hidden size."""
         self._model = model
         self.module = body
         self.compute = body.forward
         self._output_type = type(output)
         self.hidden_size: int = output.last_hidden_state.shape[-1]
         self.takes_positions = takes_positions(body)
+        # Hidden states for the body to return instead of computing them.
         self._given: Tensor | None = None
         body.forward = self._forward
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Run the rest on hidden [1, rows, hidden]; return [1, rows, vocabulary]."""
+        """Turn hidden states, [1, rows, hidden], into logits, [1, rows, vocabulary], without running the body."""
         self._given = hidden
         try:
             logits: Tensor = self._model(inputs_embeds=hidden, use_cache=False).logits
@@ -178,7 +185,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
 
 
 def class_of(architecture: str) -> Any:
-    """Return transformers' class of this name. Raises UnsupportedModel unless there is one, and it generates text."""
+    """Return transformers' class of this name. Raises UnsupportedModel if none is, or it does not generate text."""
     import transformers
 
     kind = getattr(transformers, architecture, None)
@@ -193,7 +200,7 @@ def class_of(architecture: str) -> Any:
 
 @torch.inference_mode()
 def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | None:
-    """Find what a model keeps of a sequence, by config.json alone; None if that takes the weights.
+    """Find what a model keeps of a sequence from config.json alone; None if that is not possible without weights.
 
     Raises UnsupportedModel if config.json is about another model.
     """
@@ -218,7 +225,7 @@ def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | Non
                 _in_dtype(cache.shapes(), dtype),
                 _in_dtype(cache.index_keys.values(), dtype),
             )
-    except Exception:  # noqa: BLE001 - whatever a model makes of tensors without values
+    except Exception:  # noqa: BLE001 - a model's code may raise anything for tensors without values
         return None
 
 
@@ -229,13 +236,13 @@ def _in_dtype(traced: Iterable[StateShape], dtype: torch.dtype) -> list[StateSha
 
 
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """Read transformers' model with all weights, on the CPU. Raises a fitting ConfigError."""
+    """Read transformers' model with all weights, on the CPU. Raises UnsupportedModel or another ConfigError."""
     import transformers
 
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
         raise UnsupportedModel(
-            f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}"
+            f"version {MIN_VERSION} or later of transformers is needed, found {transformers.__version__}"
         )
     _register()
     try:
@@ -255,13 +262,13 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
                 model, report = kind.from_pretrained(path, **options)
             except ImportError:  # a part for images or sound needs a package
                 model, report = _read_text(path, options)
-    except ConfigError:  # of quantized weights
+    except ConfigError:  # from reading quantized weights
         raise
     except SafetensorError as error:
         raise MissingWeights(
             f"{folder} holds no complete safetensors files ({error}); fetch it again"
         ) from error
-    except Exception as error:  # whatever transformers makes of what is in the files
+    except Exception as error:  # transformers may raise anything for damaged files
         problem = f"transformers {transformers.__version__} cannot load it: {quoted(error)}"
         raise UnsupportedModel(problem) from error
     _check_filled(folder, report)
@@ -270,13 +277,16 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
 
 
 def _read_text(path: str | None, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Read only the text part, by its own class. If it has none, raises the ImportError that is being handled."""
+    """Read only the text part, by its own class.
+
+    This is called while an ImportError is handled. If the text part has no class, that error is raised again.
+    """
     from transformers import AutoModelForCausalLM
 
     values = options["config"].get_text_config(decoder=True)
     kind: Any = AutoModelForCausalLM._model_mapping.get(type(values), None)
     if kind is None:
-        raise
+        raise  # the ImportError that the caller handles
     options |= {"config": values, "key_mapping": {f"^{TEXT_PART}": "model."}}
     model, report = kind.from_pretrained(path, **options)
     of_text = tuple(f"model.{name}." for name, _ in model.base_model.named_children())
@@ -298,7 +308,7 @@ def _register() -> None:
 
 
 def _values_for(kind: Any, folder: Path) -> Any:
-    """Return the configuration for a class of transformers. Raises UnsupportedModel if config.json is another's."""
+    """Return config.json as a class of transformers takes it. Raises UnsupportedModel if it is for another class."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     try:
@@ -306,7 +316,7 @@ def _values_for(kind: Any, folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         text = values.get_text_config(decoder=True)
-    except Exception as error:  # whatever it makes of what is in the file
+    except Exception as error:  # transformers may raise anything for a damaged file
         problem = f"transformers cannot read config.json of this {kind.__name__}: {quoted(error)}"
         raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
@@ -315,7 +325,8 @@ def _values_for(kind: Any, folder: Path) -> Any:
     ):
         return values
     if isinstance(text, kind.config_class):
-        return text  # of a whole model, for its text part's class
+        # The file describes a multimodal model, and `kind` is the class of its text part.
+        return text
     expected = kind.config_class.__name__
     held = type(values).__name__
     raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {held}")
@@ -324,12 +335,15 @@ def _values_for(kind: Any, folder: Path) -> Any:
 def _source(
     kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the path to read, with options. Quantized weights are unpacked instead."""
+    """Return the path and the options for from_pretrained.
+
+    For quantized weights the path is None, and the options hold the unpacked weights.
+    """
     values = _values_for(kind, folder)
     if config.quantization is None:
         return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
-        # With it transformers would unpack the weights, by packages that are not here.
+        # With this attribute transformers would unpack the weights itself, by packages that are not installed.
         del values.quantization_config
     state = {}
     with open_tensors(list_weight_files(folder)) as stored:
@@ -340,7 +354,10 @@ def _source(
 
 
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:
-    """Raise MissingWeights or WeightMismatch unless each tensor had its place, and each place its tensor."""
+    """Raise MissingWeights or WeightMismatch unless the files hold exactly the tensors that the model has.
+
+    report: transformers' report of loading.
+    """
     for kind, problem, names in (
         (MissingWeights, "lacks tensors that the model needs", report["missing_keys"]),
         (
@@ -362,20 +379,20 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
 
 
 def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
-    """Free the models within the model that are for sound, or for images unless keeps_images."""
+    """Free the parts of the model for sound, and those for images unless keeps_images."""
     for name, module in _other_parts(model):
         if keeps_images and "audio" not in type(module.config).__name__.lower():
             continue
         parent, _, last = name.rpartition(".")
         absent: Any = nn.Module()
-        # Both are still asked for.
+        # The model still reads these two attributes.
         absent.device = module.device
         absent.dtype = module.dtype
         setattr(model.get_submodule(parent), last, absent)
 
 
 def _other_parts(model: Any) -> list[tuple[str, Any]]:
-    """List the models within the model that are for images or sound, by their names."""
+    """List the parts of the model for images or sound, each with its name."""
     from transformers import PreTrainedModel
 
     about_text = {type(model.config), type(model.config.get_text_config(decoder=True))}
@@ -388,7 +405,7 @@ def _other_parts(model: Any) -> list[tuple[str, Any]]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide transformers' progress bar and its report of a checkpoint: faults are raised."""
+    """Hide transformers' progress bar and its report of a checkpoint, whose faults are raised as errors here."""
     from transformers.utils import logging
 
     hf_logging: Any = logging
@@ -416,6 +433,7 @@ def _attending(model: Any, name: str) -> Iterator[None]:
 
 
 def _attend_by(model: Any, name: str) -> None:
+    """Make the text part use the attention of this name; parts for images or sound use transformers' own."""
     with _quiet_transformers():
         model.set_attn_implementation(name)
     if model.config._attn_implementation != name:  # a class without the interface
@@ -436,7 +454,7 @@ def _problems_named() -> Iterator[None]:
 
 
 def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
-    """Raise UnsupportedModel if a longer sequence in a step changes another's rotation (longrope)."""
+    """Raise UnsupportedModel if a long sequence would change the rotation of others in its step (longrope)."""
     for module in model.modules():
         parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
         for rope in (parameters, *parameters.values()):
@@ -454,9 +472,9 @@ def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
     """Find the layers' attention by a forward pass, and put the paged attention in its place."""
     recorded = _record(model, place.device)
-    are_told = any(chosen_by(call) is not None for call in recorded.calls)
-    if are_told:
-        _attend_by(model, UNMASKED)  # an indexer is given a mask in any case
+    passes_choice = any(chosen_by(call) is not None for call in recorded.calls)
+    if passes_choice:
+        _attend_by(model, UNMASKED)  # the attention needs no mask, but the indexer does
     mixers = _find_mixers(model, place)
     if mixers is None and len(recorded.calls) < config.num_layers:
         raise UnsupportedModel(
@@ -468,7 +486,9 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     body, output = recorded.bodies[-1]  # the outermost ends last
     record_body = partial(_record, body, place.device)
     first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
-    chosen = mixers.chosen if mixers is not None and mixers.index_keys and not are_told else None
+    chosen = None
+    if mixers is not None and mixers.index_keys and not passes_choice:
+        chosen = mixers.chosen
     attention = PagedAttention(
         recorded.calls, place.backend, place.max_positions, place.dtype, chosen
     )
@@ -488,7 +508,7 @@ def _name_of_cache(model: Any) -> str | None:
 
 
 def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
-    """Find the layers with a state of their own by a forward pass with a cache for them, and wrap them."""
+    """Find and wrap the layers that keep a state of their own, by a forward pass with a cache for such states."""
     from engine.models.mixers import Mixers, StateCache
 
     argument = _name_of_cache(model)
@@ -504,8 +524,8 @@ def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
         return None
     if place.tp.size > 1:
         raise UnsupportedModel(
-            f"tensor_parallel_size={place.tp.size}: it keeps more than keys and values, which no rank divides; "
-            "set tensor_parallel_size=1"
+            f"tensor_parallel_size={place.tp.size}: it keeps states besides keys and values, "
+            "and states cannot be split over ranks; set tensor_parallel_size=1"
         )
     return Mixers(cache, argument)
 
@@ -515,7 +535,7 @@ def _record(
 ) -> Recorded:
     """Run the model, or a part of it, once without attention.
 
-    first: position of the first token, None to give no positions.  more: further arguments.
+    first: the position of the first token; None gives the model no positions.  more: further arguments.
     """
     recorded = Recorded()
 
@@ -536,6 +556,7 @@ def _record(
     tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
     if first is not None:
         arguments["position_ids"] = tokens - 1 + first
+    # A padding token shows whether positions leave padding out.
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
         with _attending(part, UNMASKED if tokens.is_meta else RECORDED), _problems_named():
@@ -545,5 +566,6 @@ def _record(
         for hook in hooks:
             hook.remove()
         for module in part.modules():
-            module.__dict__.pop(PLACE, None)  # a forward pass may have brought new ones
+            # A module that the forward pass has added has no function.
+            module.__dict__.pop(PLACE, None)
     return recorded
