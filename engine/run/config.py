@@ -38,8 +38,8 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank. None takes, on a GPU, what a warm-up leaves free; on a CPU
         the smaller of 4 GiB and a quarter of the memory still allowed. More than is free is refused. A model that
-        keeps states has them beside the stated bytes, or in up to half of the default ones: of max_num_seqs
-        sequences and as many snapshots, or of as many as fit.
+        keeps states has them beside the stated bytes; with None they take up to half of the bytes. They are the
+        states of max_num_seqs sequences and as many snapshots, or of as many as fit.
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits take half of bfloat16's memory
         and reading time, and change answers. Each head's scale is measured at start on a few hundred tokens;
         numbers more than eight times as large as those are clipped. Backends: triton, torch.

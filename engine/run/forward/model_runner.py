@@ -109,7 +109,7 @@ class ModelRunner:
                 self._probe()
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
-                    self._probe()
+                    self._probe()  # once more, now over an FP8 cache
                 if isinstance(self.backend, CapturableBackend):
                     self.backend.share_prefixes(
                         self.model.attention_layers, self._kv_dtype, config.block_size
@@ -195,7 +195,7 @@ class ModelRunner:
         return replace(batch, pictures=pictures), rows
 
     def read_pictures(self, reader: PictureReader) -> Tower:
-        """Take this reader's pictures from now on. Raises UnsupportedModel if the model computes them otherwise.
+        """Take this reader's pictures from now on. Raises UnsupportedModel if they cannot be computed.
 
         Call it before the first step.
         """
@@ -285,7 +285,7 @@ class ModelRunner:
         return DeviceTokens(self._sampled, logprobs, vectors)
 
     def _load(self, folder: Path) -> CausalModel:
-        """Load the model for the configured backend, or for torch if "auto" took one that cannot serve it."""
+        """Load the model for the backend; load it for torch if "auto" has chosen a backend that cannot serve it."""
         try:
             return self._load_for_backend(folder)
         except AttentionRefused as error:
@@ -309,7 +309,7 @@ class ModelRunner:
 
     @property
     def _longest(self) -> int:
-        """Return the most tokens of a sequence, however large the pool."""
+        """Return the most tokens that a sequence may have, before the pool limits it."""
         model_len = self._model_config.max_position_embeddings
         return min(self._config.max_model_len or model_len, model_len)
 
@@ -532,7 +532,7 @@ class ModelRunner:
         return None
 
     def _problem_of(self, graphs: MixedGraphs) -> str | None:
-        """Compare the hidden states of a prompt from the graphs with those without; None if they are alike.
+        """Compare a prompt's hidden states with and without the graphs; return None if they are alike.
 
         Where steps may have adapters, the pieces of those are replayed too, for rows that have none.
         """
@@ -549,7 +549,7 @@ class ModelRunner:
         return "they give other hidden states" if any(differences) else None
 
     def _changes_states(self, graphs: MixedGraphs, prompt: StepBatch) -> bool:
-        """Return whether a step from the graphs has other hidden states than without."""
+        """Return whether a step gives other hidden states with the graphs than without them."""
         batch, _ = self._to_device(prompt)
         replayed = graphs.run(batch).clone()
         expected = self.model.hidden_states(batch, self.cache)

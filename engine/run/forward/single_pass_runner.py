@@ -36,7 +36,7 @@ class ComputedTexts(PendingTokens):
         self.pooled = None if vectors is None else vectors.float().cpu().numpy()
 
     def wait(self) -> NDArray[np.int64]:
-        """Return a token for each sample: the stepper's control asks for one, no text does."""
+        """Return zeros in place of tokens: texts give none, but the stepper's control step expects one."""
         return np.zeros(self._num_samples, np.int64)
 
 
@@ -107,11 +107,16 @@ class SinglePassRunner:
     def _probe(self, model: ModelConfig, longest: int, num_labels: int) -> None:
         """Compare texts in one step with each alone; pad if they differ. Raises UnsupportedModel or ConfigError."""
         vocab_size = model.vocab_size
-        count = 1 + (torch.arange(max(PROBE_LENGTHS), device=self.device) * 7919) % (vocab_size - 1)
+        # multiples of a prime spread over the vocabulary; each text is rolled further, so that no two are alike
+        numbers = torch.arange(max(PROBE_LENGTHS), device=self.device)
+        token_ids = 1 + (numbers * 7919) % (vocab_size - 1)
         texts = [
-            count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)
+            token_ids[: min(length, longest)].roll(index)
+            for index, length in enumerate(PROBE_LENGTHS)
         ]
-        if self.model.has_types:
+        if (
+            self.model.has_types
+        ):  # a token of a pair's second text is given as its id plus vocab_size
             texts = [
                 torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size))
                 for text in texts
@@ -124,7 +129,7 @@ class SinglePassRunner:
                 )
             self.model.fuse()
             if self.model.is_packed and self._mixes(texts, alone):
-                self.model.pad()
+                self.model.pad()  # from now on is_packed is False
             if not self.model.is_packed and self._mixes(texts, alone):
                 raise UnsupportedModel(
                     "it mixes the texts of one batch: one computed alone has other states"

@@ -72,7 +72,7 @@ def with_blocks(
 def pool(
     hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]
 ) -> Tensor:
-    """Return [seqs, modes * hidden] float32, each sequence's rows pooled, to be added to its vector.
+    """Pool each sequence's rows by each mode; return [seqs, modes * hidden] float32, for its PooledStates.
 
     hidden: [rows, hidden], final states, sequence after sequence.  counts: [seqs] int64, rows of each.
     positions: [rows] int64, each row's place in its sequence.
@@ -110,8 +110,11 @@ class DeviceTokens(PendingTokens):
         self._places = sampled.places
         self._logprobs = logprobs
         self._has_pooled = pooled is not None
-        said = [] if logprobs is None else logprobs.tensors
-        tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
+        tensors = [token_ids]
+        if logprobs is not None:
+            tensors += logprobs.tensors
+        if pooled is not None:
+            tensors.append(pooled)
         self._event: torch.cuda.Event | None = None
         if not token_ids.is_cuda:
             self._host = [token_ids.clone(), *tensors[1:]]
@@ -130,7 +133,7 @@ class DeviceTokens(PendingTokens):
         if self._has_pooled:
             self.pooled = self._host[-1].numpy()
         if self._logprobs is not None:
-            said = self._host[1:-1] if self._has_pooled else self._host[1:]
-            self.logprobs = self._logprobs.on_host(said)
+            logprob_tensors = self._host[1:-1] if self._has_pooled else self._host[1:]
+            self.logprobs = self._logprobs.on_host(logprob_tensors)
         token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
         return token_ids

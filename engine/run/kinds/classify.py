@@ -34,7 +34,7 @@ class Classify(PooledKind[ClassParams]):
         return token_ids
 
     def states(self, params: ClassParams, num_tokens: int) -> ClassStates:
-        """Return what collects the scores of a text's classes."""
+        """Return an object that collects the scores of a text's classes."""
         return ClassStates(self._known_classes(), num_tokens, of_pair=params.pair is not None)
 
     def _known_classes(self) -> Classes:

@@ -31,7 +31,7 @@ class Embed(PooledKind[PoolingParams]):
             self._num_dimensions = loaded.pooling.size(hidden_size)
 
     def check(self, params: PoolingParams) -> None:
-        """Raise UnsupportedTask without a pooling, InvalidSampling for values that it cannot have."""
+        """Raise UnsupportedTask if the checkpoint has no pooling, InvalidSampling for parameters that do not fit it."""
         pooling = self._known_pooling()
         if params.dimensions is not None and params.dimensions > self._num_dimensions:
             raise InvalidSampling(
@@ -56,7 +56,7 @@ class Embed(PooledKind[PoolingParams]):
         return self._first_token_ids(text, most)
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
-        """Return what collects a text's hidden states."""
+        """Return an object that collects a text's hidden states."""
         pooling = self._known_pooling()
         normalize = params.normalize
         if normalize is None:

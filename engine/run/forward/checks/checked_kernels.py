@@ -87,7 +87,7 @@ class CheckedBackend(TritonBackend):
         self.layer_kernels = checked_layer_kernels(self.layer_kernels, comparison)
 
     def share_all_prefixes(self, layers: Sequence[AttentionFeatures], block_size: int) -> None:
-        """Read every prefix once that some of a step's sequences have in common, however short."""
+        """Have each prefix that several of a step's sequences share read only once, however short it is."""
         self.share_prefixes(layers, torch.float32, block_size)
         if self.prefix_limits is not None:
             self.prefix_limits = replace(self.prefix_limits, least_spared_bytes=0)
@@ -127,7 +127,7 @@ class CheckedBackend(TritonBackend):
         return out
 
     def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
-        """Edit random logits [rows, vocab_size] and draw from them, both bit by bit as plain torch does."""
+        """Edit random logits [rows, vocab_size] and draw from them. Both must give the same bits as plain torch."""
         generator = torch.Generator().manual_seed(0)
         logits = (4 * torch.randn(NUM_SAMPLED, vocab_size, generator=generator)).to(dtype)
         logits = logits.to(self._device)
@@ -318,7 +318,9 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
 
         def by_torch(scores: Tensor) -> tuple[Tensor, Tensor]:
             weights, chosen = choose_experts(scores, num_chosen, normalised=normalised)
-            return weights, scores.gather(1, chosen)  # of equal scores either may be chosen
+            return weights, scores.gather(
+                1, chosen
+            )  # no `chosen`: of equal scores either may be chosen
 
         weights, _, chosen = comparison.run("choice of experts", by_kernel, by_torch, (scores,))
         return weights, chosen
@@ -427,7 +429,7 @@ def _packed_experts(
 
 
 def _random_form(scheme: Scheme, columns: int) -> PackedForm:
-    """Return the form of a scheme's weights of so many columns; their scales have the usual dtype."""
+    """Return the form of a scheme's weights with this many columns; their scales have the usual dtype."""
     if scheme.layout == "mxfp4":
         return PackedForm("fp4", scheme.block[1], torch.bfloat16)
     if scheme.layout == "bitsandbytes4":
@@ -508,6 +510,7 @@ def _step_over(
     seqs = np.repeat(np.arange(num_seqs), query_lens)
     blocks = tables[seqs, step.positions // block_size].astype(np.int64)
     parts = step.state_parts.copy()
+    # column 2 is the state that is read, -1 for none, and column 3 the state that is written
     parts[:, 2] = np.where(parts[:, 2] >= 0, np.arange(num_seqs), -1)
     parts[:, 3] = np.arange(num_seqs)
     return replace(

@@ -36,7 +36,7 @@ class KernelComparison:
     ) -> Any:
         """Return kernel(*arguments). Raises KernelDiffers unless reference(*arguments) gives about the same.
 
-        The kernel may return more tensors than the reference, which are not compared.
+        If the kernel returns more tensors than the reference, the further ones are not compared.
         changed: tensors among the arguments, or within them, that both write to. tolerance: 0 asks for equality.
         """
         before = [tensor.clone() for tensor in changed]
@@ -51,11 +51,11 @@ class KernelComparison:
 
         computed = [*_tensors(result)[: len(expected) - len(changed)], *changed]
         limit = self._tolerance if tolerance is None else tolerance
-        for place, (value, wanted) in enumerate(zip(computed, expected, strict=True)):
+        for index, (value, wanted) in enumerate(zip(computed, expected, strict=True)):
             difference = _difference(value, wanted)
             if not difference <= limit:
                 raise KernelDiffers(
-                    f"differs from plain torch by {difference:.3g} of a row's length (result {place}), "
+                    f"differs from plain torch by {difference:.3g} of a row's length (result {index}), "
                     f"at most {limit:.3g} was expected"
                 )
         return result
@@ -69,7 +69,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _difference(computed: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two rows over the row's length; infinity for another shape or a NaN."""
+    """Return the largest difference of two rows, relative to the row's norm; infinity for another shape or a NaN."""
     if computed.shape != expected.shape:
         return float("inf")
     if not computed.is_floating_point():
