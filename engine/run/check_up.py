@@ -95,12 +95,12 @@ def _check_text(
         surplus = tokenizer.surplus(read_supported(folder, config.model_path)[0].vocab_size)
     if surplus is not None:
         yield Observation("tokenizer", "warning", surplus, "fetch the model's own tokenizer")
-    has = (
+    template = (
         "a chat template"
         if tokenizer.template is not None
         else "no chat template: jobs.chat is refused"
     )
-    yield Observation("tokenizer", "ok", f"it loads, with {has}")
+    yield Observation("tokenizer", "ok", f"it loads, with {template}")
 
 
 def _check_adapters(

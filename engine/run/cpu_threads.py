@@ -46,6 +46,7 @@ def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterato
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
+        # in version 2 no controllers are listed, and all groups lie in one tree
         base, version = (root / controller, 1) if controllers else (root, 2)
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
@@ -117,9 +118,10 @@ def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
     """Return how many processors the cgroups allow this process; infinity without a limit."""
     quotas = [math.inf]
     for group in cgroups_of("cpu", proc, cgroup_root):
-        numbers = group.read("cpu.max").split()
         if group.version == 1:
             numbers = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+        else:
+            numbers = group.read("cpu.max").split()
         if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # not "max", nor -1
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas)

@@ -72,8 +72,11 @@ class Scores:
 
     def requests(self) -> Iterator[Request]:
         """Return requests sorted by their tokens, so that neighbours share the longest prefixes."""
-        ready = sorted(enumerate(self._ready.values()), key=lambda entry: entry[1][0].token_ids)
-        return ((str(number), prompt, params) for number, (prompt, params) in ready)
+        ready = [
+            (str(number), prompt, params)
+            for number, (prompt, params) in enumerate(self._ready.values())
+        ]
+        return iter(sorted(ready, key=lambda request: request[1].token_ids))
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """Return one score for each pair. Raises ScoringFailed for the first without one."""

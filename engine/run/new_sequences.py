@@ -48,8 +48,8 @@ class NewSequences:
     ) -> list[Sequence]:
         """Make params.n sequences.
 
-        Raises InvalidSampling for values that this tokenizer cannot follow, InvalidRequest for a `continued` completion
-        that cannot go on.
+        Raises InvalidSampling for parameters that this tokenizer cannot serve, InvalidRequest for a `continued`
+        completion that cannot go on.
         """
         end_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:

@@ -247,7 +247,8 @@ class Stepper:
         with self.stats.prepare:
             step = build_step_batch(batch, slots)
             sampling = build_sampling_batch(batch, slots)
-        self.stats.num_adapter_steps += len(step.adapters) > 0
+        if len(step.adapters):
+            self.stats.num_adapter_steps += 1
         with self.stats.launch:
             return self._runner.launch(step.repeatable() if repeatable else step, sampling)
 

@@ -82,6 +82,7 @@ class AdapterLoader:
         raise _Misfit(f"it changes {module!r}, and this model has no such linear layer")
 
     def _low_rank(self, layer: Linear, pairs: dict[str | None, _Pair]) -> LowRank:
+        """Stack the A of a layer's pairs, and make a block of B for each range of its output rows."""
         parts: list[Tensor] = []
         blocks: list[Block] = []
         num_ranks = 0

@@ -59,7 +59,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Run once, to compile and set up, then record. Raises RuntimeError if it waits for the device."""
+        """Run once, to compile and set up, then record. Raises RuntimeError if `run` waits for the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             run()

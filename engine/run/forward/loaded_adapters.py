@@ -83,7 +83,7 @@ def adapter_rows(
     rows_of_number.pop(NO_ADAPTER, None)
     places = {number: _as_range(rows) for number, rows in rows_of_number.items()}
     scattered = [rows for number, rows in rows_of_number.items() if places[number] is None]
-    uploaded = iter(upload(scattered, device))  # in the order in which `places` has None
+    uploaded = iter(upload(scattered, device))  # one for each None in `places`, in the same order
     return GroupedRows(
         tuple(
             AdapterGroup(loaded[number], next(uploaded) if place is None else place)

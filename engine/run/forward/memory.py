@@ -126,7 +126,8 @@ def divide_pool(
         num_blocks = -(-longest // config.block_size)
         return max(num_blocks, min(num_blocks * config.num_seqs, MOST_COUNTED)), states
     taken = 0 if states is None else sum(states) * sizes.state
-    return (config.kv_cache_bytes or default - taken) // sizes.block, states
+    pool_bytes = config.kv_cache_bytes or (default - taken)
+    return pool_bytes // sizes.block, states
 
 
 def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:

@@ -164,7 +164,7 @@ class ModelRunner:
     def _launch_recorded(
         self, graphs: DecodeGraphs, step: StepBatch, sampling: SamplingBatch
     ) -> DeviceTokens:
-        """Replay a step's graph. Log probabilities are computed behind it."""
+        """Replay a step's graph, then compute its log probabilities if any are wanted."""
         if not step.wants_logprobs:
             self._sampled = graphs.run(step, sampling, self._sampled)
             return DeviceTokens(self._sampled)
@@ -341,6 +341,7 @@ class ModelRunner:
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
         step = make_step([num_tokens], [num_tokens], self._config.block_size, num_blocks)
+        # multiples of a prime spread over the vocabulary
         token_ids = (
             np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
         )
@@ -431,7 +432,7 @@ class ModelRunner:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
         steps = warm_up_steps(self._config, self._longest, num_blocks)
         if self._adapters.tables is not None:
-            # rows without an adapter compile the kernels as those with one do
+            # the three largest steps again: rows without an adapter compile the kernels as those with one do
             steps += [
                 replace(step, adapters=np.full(len(step.query_lens), NO_ADAPTER))
                 for step in steps[:3]
@@ -468,6 +469,7 @@ class ModelRunner:
             logits = model.logits(hidden)
             if keep is not None:
                 keep(logits)
+            # pending tokens are read from the rows that the chosen tokens are then written to
             choose(logits, rows, edits, tokens, tokens, backend, tp)
 
         try:
@@ -501,7 +503,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_mixed_graphs(self) -> MixedGraphs | None:
-        """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
+        """Capture the pieces of steps with prompts, over the pool as it is now; None if they run without graphs."""
         model = self.model
         cache = self.cache
         backend = self.backend

@@ -120,7 +120,7 @@ class StepLogprobs:
         self._most_rows = piece_rows(model.vocab_size, device)
         self._sample_tops = step.sample_tops[self._wanted]
         self._scored_tops = step.scored_tops
-        # Several tokens may be scored by one row.
+        # Several tokens may be scored by one row: each row is kept once, with the place of each token's row among them.
         is_new = np.diff(step.scored_rows, prepend=-1) != 0
         self._places = np.cumsum(is_new) - 1
         self.scored_rows, self._scored_token_ids, self._place_of = upload(
@@ -177,6 +177,7 @@ class StepLogprobs:
         """
         logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])
+        # empty unless likely tokens are wanted
         highest = logits[:, :0].float()
         ids = token_ids.new_empty((len(logits), 0))
         if width:

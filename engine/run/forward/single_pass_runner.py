@@ -141,9 +141,9 @@ class SinglePassRunner:
             raise UnsupportedModel(f"{model.architecture} is not served: {problem}") from error
 
     def _mixes(self, texts: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
-        together = torch.tensor_split(
-            self.model(texts), np.cumsum([len(states) for states in alone])[:-1].tolist()
-        )
+        """Return whether texts in one step have other states than each has alone."""
+        lengths = [len(states) for states in alone]
+        together = torch.tensor_split(self.model(texts), np.cumsum(lengths)[:-1].tolist())
         return any(
             self._differ(one.float(), other.float())
             for one, other in zip(alone, together, strict=True)

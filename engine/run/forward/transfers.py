@@ -35,9 +35,11 @@ def to_device(
     attention, tensors = backend.build_metadata(
         step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns.values()]
     )
-    token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
+    (token_ids, positions, slot_mapping, sample_rows, pending_rows, places_on_device, *values) = (
+        tensors
+    )
     if sampled is not None and len(pending):
-        backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
+        backend.fill_pending(token_ids, pending_rows, sampled.token_ids, places_on_device)
     states = state_parts(step.state_parts, token_ids.device) if len(step.state_parts) else None
     batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention, states)
     if sampling is None:
@@ -48,14 +50,18 @@ def to_device(
 def with_blocks(
     step: StepBatch, blocks: NDArray[np.int64], backend: KernelBackend
 ) -> AttentionMetadata:
-    """Return metadata in which a block's rows see each other: each row is a sequence that ends with the block.
+    """Return metadata in which a block's rows see each other: each such row counts as a sequence of its own.
+
+    The context of that sequence ends with the block, not with the row.
 
     blocks: of StepPictures.
     """
     ends = np.cumsum(step.query_lens)
     parts: list[tuple[int, int, int]] = []  # sequence, context length, query length
     row = 0
-    for first, end in [*blocks.tolist(), (int(ends[-1]), int(ends[-1]))]:
+    num_rows = int(ends[-1])
+    # the empty block at the end is for the rows behind the last block
+    for first, end in [*blocks.tolist(), (num_rows, num_rows)]:
         while row < first:
             seq = int(np.searchsorted(ends, row, side="right"))
             until = min(first, int(ends[seq]))

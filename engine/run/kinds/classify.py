@@ -25,7 +25,7 @@ class Classify(PooledKind[ClassParams]):
             most = self._most_tokens(params.truncate_prompt_tokens, longest)
             return self._first_token_ids(prompt, most)
         if not isinstance(prompt, str):
-            raise InvalidSampling("pair is for texts: behind token ids no text is put")
+            raise InvalidSampling("pair is for texts: a prompt of token ids cannot have one")
         token_ids = self._tokenizer.encode_pair(
             prompt, params.pair, longest, self._prompts.vocab_size
         )

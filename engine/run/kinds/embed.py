@@ -47,7 +47,9 @@ class Embed(PooledKind[PoolingParams]):
         most = self._most_tokens(params.truncate_prompt_tokens, self._prompts.max_model_len)
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
-                raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
+                raise InvalidSampling(
+                    "prompt_name is for texts: a prompt of token ids cannot have one"
+                )
             return self._first_token_ids(prompt, most)
         name = params.prompt_name if params.prompt_name is not None else pooling.default_prompt
         text = prompt if name is None else pooling.prompts[name] + prompt

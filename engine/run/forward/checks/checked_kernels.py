@@ -248,7 +248,7 @@ class CheckedBackend(TritonBackend):
 def _random_low_rank(
     layer: Linear, rank: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
 ) -> LowRank:
-    """Draw an adapter's product for all that is stacked in a layer."""
+    """Draw an adapter's product at random, with a block for each part that is stacked in the layer."""
 
     def draw(num_rows: int, num_columns: int) -> Tensor:
         numbers = torch.randn(num_rows, num_columns, generator=generator)
@@ -259,7 +259,9 @@ def _random_low_rank(
     first_row = 0
     for i, length in enumerate(lengths):
         rows = slice(first_row, first_row + length)
-        blocks.append(Block(rows, slice(i * rank, (i + 1) * rank), draw(length, rank), 2.0))
+        ranks = slice(i * rank, (i + 1) * rank)
+        scale = 2.0
+        blocks.append(Block(rows, ranks, draw(length, rank), scale))
         first_row += length
     return LowRank(draw(rank * len(lengths), layer.in_features), tuple(blocks))
 
@@ -267,7 +269,7 @@ def _random_low_rank(
 def _fill_randomly(
     product: PackedProduct | PackedGroupedLinear, kind: str, generator: torch.Generator
 ) -> None:
-    """Draw packed weights before they are laid out."""
+    """Fill a product with random packed weights, before they are laid out."""
     product.words.random_(0, 256, generator=generator)
     if kind == "fp8":
         product.words.bitwise_and_(NO_NAN)
@@ -292,7 +294,7 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
         return lambda *arguments: comparison.run(name, kernel, reference, arguments)
 
     def norm_rotate_and_store(*arguments: Any) -> Tensor:
-        cache: LayerKVCache = arguments[6]
+        cache: LayerKVCache = arguments[6]  # as in plain_norm_rotate_and_store
         queries: Tensor = comparison.run(
             "rotation and storing",
             kernels.norm_rotate_and_store,
@@ -515,6 +517,7 @@ def _step_over(
     parts[:, 3] = np.arange(num_seqs)
     return replace(
         step,
+        # multiples of a prime spread over the vocabulary
         token_ids=np.arange(len(step.positions), dtype=np.int64) * 7919 % VOCABULARY,
         slot_mapping=blocks * block_size + step.positions % block_size,
         block_tables=tables,

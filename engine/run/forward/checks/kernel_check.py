@@ -180,6 +180,7 @@ def _digest(model: CheckedModel, device: torch.device) -> str:
     digest.update((Path(model.folder) / "config.json").read_bytes())
     for source in SOURCES:
         place = ENGINE / source
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+        for file in files:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""The probe of pictures: a prompt with two, whole or in chunks, must give the logits of transformers' own code."""
+"""The probe of pictures: a prompt with two pictures must give the logits of transformers' code, whole or in chunks."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -168,14 +168,14 @@ class PictureReader:
         )
 
     def _see(self, picture: Picture) -> SeenPicture:
-        name = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
+        digest = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
         with self._lock:
-            known = self._known.get(name)
+            known = self._known.get(digest)
         if known is not None:
             return known
-        made = self._process(picture, name)
+        made = self._process(picture, digest)
         with self._lock:
-            return self._known.setdefault(name, made)
+            return self._known.setdefault(digest, made)
 
     def _process(self, picture: Picture, digest: bytes) -> SeenPicture:
         """Make a tower's inputs. Raises InvalidPrompt for a picture that the processor refuses."""

@@ -149,9 +149,8 @@ class Tower:
             torch.cat(parts).to(self.device) for parts in zip(*features_of_each, strict=True)
         ]
         places = (token_ids == self._placeholder_id).nonzero()[:, 0]
-        if len(places) > len(
-            step.rows
-        ):  # the model has generated placeholders: no picture is there
+        if len(places) > len(step.rows):
+            # the model has generated placeholders, which stand for no picture
             (rows,) = upload([step.rows], self.device)
             embedded = self._body.get_input_embeddings()(token_ids[places])
             wholes = [
@@ -167,7 +166,7 @@ class Tower:
         return PictureRows({GIVEN: {"image": self._form.output(features)}}, positions)
 
     def to_device(self, value: Any) -> Any:
-        """Bring an input to the model's device, numbers in its dtype."""
+        """Move an input to the model's device. Floating-point tensors also take the model's dtype."""
         if not isinstance(value, Tensor):
             return value
         return value.to(self.device, self._dtype if value.is_floating_point() else None)

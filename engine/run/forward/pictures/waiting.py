@@ -34,7 +34,8 @@ class PictureQueue:
         looked_at: list[Sequence] = []
         while self._waiting:
             seq = self._waiting[0]
-            if sum(other.lane <= seq.lane for other in (*self._ready, *looked_at)) >= MAX_READY:
+            ready = [other for other in (*self._ready, *looked_at) if other.lane <= seq.lane]
+            if len(ready) >= MAX_READY:
                 break
             assert seq.pictures is not None
             pictures = seq.pictures.seen
