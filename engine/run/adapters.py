@@ -153,7 +153,9 @@ class Adapters:
         held: list[_Request] = []
         for place in self._places:
             for request in list(place.users):
-                queued = request.queued if request.lane > lane else []
+                if request.lane <= lane:
+                    continue
+                queued = request.queued
                 if not queued:
                     continue
                 for seq in queued:

@@ -95,10 +95,10 @@ def _check_kernel_folder(
 
     exposure: returns how other users could write into a folder; None if they cannot.
     """
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    problem = exposure(there.resolve())
-    if problem is None and not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} cannot be written to"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    problem = exposure(existing.resolve())
+    if problem is None and not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written to"
     if problem is None:
         return Observation("kernels", "ok", f"compiled kernels are kept in {folder}")
     mend = (

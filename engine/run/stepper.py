@@ -81,7 +81,9 @@ class StepStats:
         """Count a step of num_seqs sequences."""
         self.num_steps += 1
         self.num_scheduled += num_seqs
-        exponent = max(num_seqs - 1, 0).bit_length()  # of the next power of two, from num_seqs on
+        exponent = max(
+            num_seqs - 1, 0
+        ).bit_length()  # of the smallest power of two that is at least num_seqs
         self.batch_sizes[min(exponent, _NUM_SIZES - 1)] += 1
 
     @property

@@ -383,7 +383,8 @@ class ModelRunner:
         num_ranks = self._tp.size
         for_adapters = adapter_bytes(config, self.dtype.itemsize)
         if self._memory is not None:
-            most = default = max(0, self._measure_room(self._memory) - for_adapters)
+            most = max(0, self._measure_room(self._memory) - for_adapters)
+            default = most
             owner = f"memory_utilization={config.memory_utilization} of the GPU"
         else:
             most = max(0, allowed_bytes() // num_ranks - for_adapters)

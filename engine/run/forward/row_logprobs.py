@@ -60,9 +60,10 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):
         # A part has at most as many tokens as logits has rows, so `numbers` takes no more memory than logits.
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
-        highest = token_logits[part, None]
+        own_logits = token_logits[part, None]
         before = vocab_ids < token_ids[part, None]
-        ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
+        # a rank is 1 plus the tokens with a higher logit, or with the same logit and a lower id
+        ranks.append(1 + ((numbers > own_logits) | ((numbers == own_logits) & before)).sum(-1))
     return token_logits - totals[rows], torch.cat(ranks), totals
 
 
@@ -149,10 +150,9 @@ class StepLogprobs:
             token_ids = sampled[self._raw_rows]
             rows = torch.arange(len(token_ids), device=token_ids.device)
             for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._most_rows):
+                rows_in_piece = rows[piece] - piece.start
                 parts.append(
-                    self._of_piece(
-                        self._raw[piece], token_ids[piece], rows[piece] - piece.start, width
-                    )
+                    self._of_piece(self._raw[piece], token_ids[piece], rows_in_piece, width)
                 )
         for piece, width in cut(self._scored_tops, self._places, self._most_rows):
             first = self._places[piece.start]

@@ -87,8 +87,9 @@ class SinglePassRunner:
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
         with on_device(self.device):
-            row = torch.from_numpy(step.token_ids).to(self.device)
-            computed = self.model(torch.tensor_split(row, np.cumsum(step.query_lens)[:-1].tolist()))
+            token_ids = torch.from_numpy(step.token_ids).to(self.device)
+            ends = np.cumsum(step.query_lens)[:-1].tolist()
+            computed = self.model(torch.tensor_split(token_ids, ends))
             if self.model.classifies:
                 return ComputedTexts(len(step.sample_rows), computed)
             rows = torch.from_numpy(step.pooled_rows).to(self.device)
@@ -114,9 +115,8 @@ class SinglePassRunner:
             token_ids[: min(length, longest)].roll(index)
             for index, length in enumerate(PROBE_LENGTHS)
         ]
-        if (
-            self.model.has_types
-        ):  # a token of a pair's second text is given as its id plus vocab_size
+        if self.model.has_types:
+            # a token of a pair's second text is given as its id plus vocab_size
             texts = [
                 torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size))
                 for text in texts

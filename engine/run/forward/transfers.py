@@ -96,18 +96,17 @@ def pool(
             pooled.append(torch.stack([part.amax(0) for part in parts]).float())
         elif mode == "weightedmean":
             part_weights = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
-            pooled.append(
-                torch.stack(
-                    [(part * w).sum(0) for part, w in zip(parts, part_weights, strict=True)]
-                )
-            )
+            sums = [
+                (part * of_part).sum(0) for part, of_part in zip(parts, part_weights, strict=True)
+            ]
+            pooled.append(torch.stack(sums))
         else:
             pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))
     return torch.cat(pooled, dim=1)
 
 
 class DeviceTokens(PendingTokens):
-    """Tokens on their way from the device, copied into pinned memory behind their step."""
+    """Tokens on their way from the device, copied into pinned memory after their step."""
 
     def __init__(
         self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None

@@ -29,7 +29,8 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     num_tokens = config.max_num_batched_tokens
     num_seqs = config.num_seqs
     share, remainder = divmod(num_tokens, num_seqs)
-    prompts = [min(share + (i < remainder), max_model_len) for i in range(num_seqs)]
+    lengths = [share + 1] * remainder + [share] * (num_seqs - remainder)
+    prompts = [min(length, max_model_len) for length in lengths]
     contexts = [max_model_len]
     while contexts[-1] > FIRST_CONTEXT:
         contexts.append(contexts[-1] // 2)

@@ -307,7 +307,7 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
 
     def delta_net(*arguments: Any) -> Tensor:
         assert kernels.delta_net is not None
-        memory: Sequence[Tensor] = arguments[1]
+        memory: Sequence[Tensor] = arguments[1]  # as in `mix`
         mixed: Tensor = comparison.run(
             "delta net", kernels.delta_net, mix, arguments, changed=list(memory)
         )
@@ -320,9 +320,8 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
 
         def by_torch(scores: Tensor) -> tuple[Tensor, Tensor]:
             weights, chosen = choose_experts(scores, num_chosen, normalised=normalised)
-            return weights, scores.gather(
-                1, chosen
-            )  # no `chosen`: of equal scores either may be chosen
+            # without `chosen`, which is not compared: of equal scores either may be chosen
+            return weights, scores.gather(1, chosen)
 
         weights, _, chosen = comparison.run("choice of experts", by_kernel, by_torch, (scores,))
         return weights, chosen

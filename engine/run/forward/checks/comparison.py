@@ -80,6 +80,7 @@ def _difference(computed: Tensor, expected: Tensor) -> float:
     same_infinity = (computed == expected) & expected.isinf()
     difference = (computed - expected).masked_fill(same_infinity, 0.0).norm(dim=-1)
     length = expected.masked_fill(expected.isinf(), 0.0).norm(dim=-1)
+    # a row that is almost zero is measured by a thousandth of the longest row
     shortest = 1e-3 * float(length.max()) if length.numel() else 0.0
     ratio = difference / length.clamp_min(max(shortest, 1e-30))
     return float(ratio.nan_to_num(float("inf")).max()) if ratio.numel() else 0.0

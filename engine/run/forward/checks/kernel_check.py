@@ -57,7 +57,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """A fault of a kernel. kernel: None if the check ended before the first one was launched."""
+    """A fault of a kernel. kernel: None if the check ended before the first launch, or ran out of memory."""
 
     kernel: str | None
     problem: str
@@ -165,7 +165,7 @@ def _describe_status(status: int) -> str:
 
 
 def passed_folder() -> Path:
-    """Return the folder of notes about what has passed, an empty file each."""
+    """Return the folder that holds an empty file for each check that has passed."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "tokenmill" / "passed-kernels"
 

@@ -136,7 +136,10 @@ class PictureReader:
         return token_ids, PromptPictures(tuple(seen), rows, key_ids, positions, blocks)
 
     def _blocks(self, seen: list[SeenPicture], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return PromptPictures.blocks. Raises InvalidPrompt for blocks that cannot be computed exactly."""
+        """Return the first row and the end of each block of rows that see each other, [blocks, 2] int64.
+
+        Raises InvalidPrompt for blocks that cannot be computed exactly.
+        """
         if self.block_limits is None:
             return np.zeros((0, 2), np.int64)
         firsts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
@@ -144,7 +147,7 @@ class PictureReader:
         blocks = np.stack((rows[firsts], rows[ends - 1] + 1), axis=1)
         longest, last_end = self.block_limits
         picture_bounds = np.cumsum([0, *(picture.num_rows for picture in seen)])
-        if len(np.setdiff1d(picture_bounds[:-1], firsts)):
+        if len(np.setdiff1d(picture_bounds[:-1], firsts)):  # a picture begins within a block
             raise InvalidPrompt(
                 "this model sees pictures without a text between them as one: put a text there"
             )
@@ -267,7 +270,7 @@ def open_processor(folder: Path) -> Any:
 def find_reader(
     folder: Path, model: ModelConfig, path: ModelPath
 ) -> tuple[ModelConfig, ModelPath, PictureReader | None]:
-    """Return a checkpoint's configuration, its path, and what reads its pictures, or None if nothing does."""
+    """Return a checkpoint's configuration, its path, and the reader of its pictures, or None if it reads none."""
     if path.is_single_pass or not any((folder / name).is_file() for name in FILES):
         return model, path, None
     try:
