@@ -108,7 +108,7 @@ class Adapters:
         self._runner = None
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter of a name; None for none. Raises UnknownAdapter or AdapterRefused."""
+        """Return the adapter of a name; None for no name. Raises UnknownAdapter or AdapterRefused."""
         return None if name is None else self.folder.find(name)
 
     def root(self, adapter: Adapter | None) -> int:

@@ -81,9 +81,8 @@ class StepStats:
         """Count a step of num_seqs sequences."""
         self.num_steps += 1
         self.num_scheduled += num_seqs
-        exponent = max(
-            num_seqs - 1, 0
-        ).bit_length()  # of the smallest power of two that is at least num_seqs
+        # of the smallest power of two that is at least num_seqs
+        exponent = max(num_seqs - 1, 0).bit_length()
         self.batch_sizes[min(exponent, _NUM_SIZES - 1)] += 1
 
     @property

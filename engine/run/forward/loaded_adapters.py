@@ -1,4 +1,4 @@
-"""LoadedAdapters: the adapters on the device, and which rows of a step have which."""
+"""LoadedAdapters: the adapters on the device, and the rows of a step that use each."""
 
 import logging
 from collections.abc import Mapping

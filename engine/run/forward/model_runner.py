@@ -599,5 +599,5 @@ def choose_piece_capture(
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:
-    """Return the device's memory to measure; None on a CPU, where the pool has a stated size."""
+    """Return the device's memory, to be measured; None on a CPU, where nothing is measured."""
     return GpuMemory(device) if device.type == "cuda" else None

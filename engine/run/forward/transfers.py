@@ -35,11 +35,9 @@ def to_device(
     attention, tensors = backend.build_metadata(
         step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns.values()]
     )
-    (token_ids, positions, slot_mapping, sample_rows, pending_rows, places_on_device, *values) = (
-        tensors
-    )
+    token_ids, positions, slot_mapping, sample_rows, fill_rows, fill_places, *values = tensors
     if sampled is not None and len(pending):
-        backend.fill_pending(token_ids, pending_rows, sampled.token_ids, places_on_device)
+        backend.fill_pending(token_ids, fill_rows, sampled.token_ids, fill_places)
     states = state_parts(step.state_parts, token_ids.device) if len(step.state_parts) else None
     batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention, states)
     if sampling is None:

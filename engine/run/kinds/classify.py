@@ -15,7 +15,7 @@ class Classify(PooledKind[ClassParams]):
     result_field = "class_scores"
 
     def check(self, params: ClassParams) -> None:
-        """Raise UnsupportedTask if the checkpoint has no head."""
+        """Raise UnsupportedTask if the checkpoint has no classification head."""
         self._known_classes()
 
     def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:

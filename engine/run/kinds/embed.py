@@ -42,7 +42,7 @@ class Embed(PooledKind[PoolingParams]):
             raise InvalidSampling(f"prompt_name must be of {known}", brief(params.prompt_name))
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
-        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest or a subclass."""
+        """Put the checkpoint's prompt before a text; tokenize both, and cut. Raises InvalidRequest or a subclass."""
         pooling = self._known_pooling()
         most = self._most_tokens(params.truncate_prompt_tokens, self._prompts.max_model_len)
         if not isinstance(prompt, str):

@@ -108,7 +108,7 @@ class Generate(RequestKind[SamplingParams]):
         return True
 
     def is_complete(self, seq: Sequence) -> bool:
-        """Return whether a sample's completion is whole; the first sample may still score the prompt for all."""
+        """Return whether a sample's completion is whole; the first sample may still be scoring the prompt for all."""
         if seq.params.prompt_logprobs is None or seq.error is not None:
             return True
         num_scored = sum(len(part.ranks) for part in seq.prompt_logprobs)
@@ -204,7 +204,7 @@ class Completions:
         return as_dicts(known, seq.token_ids[first:], seq.sample_top, token_text)[begin - first :]
 
     def _prompt_logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
-        """Return the log probabilities of the prompt's tokens; None if they are not wanted or not whole."""
+        """Return the log probabilities of the prompt's tokens; None if they are not wanted, or the sequence failed."""
         top = seq.params.prompt_logprobs
         if top is None or seq.error is not None:
             return None

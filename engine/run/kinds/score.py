@@ -53,7 +53,7 @@ class Score(RequestKind[ScoringParams]):
         return PreparedPrompt(token_ids, block_keys, shape, continued.num_prompt_tokens)
 
     def _scored_ends(self, params: ScoringParams, tails: tuple[Tail, ...]) -> tuple[int, ...]:
-        """Return the end tokens that are scored behind each tail; () for none. Raises InvalidPrompt."""
+        """Return the end tokens that are scored after each continuation; () for none. Raises InvalidPrompt."""
         scores_end = params.score_end
         if scores_end == "auto":
             _check_all_differ(tails)
@@ -122,7 +122,7 @@ class Score(RequestKind[ScoringParams]):
 
 
 def _check_all_differ(tails: tuple[Tail, ...]) -> None:
-    """Raise InvalidPrompt if two labels are the same tokens."""
+    """Raise InvalidPrompt if two continuations are the same tokens."""
     first_numbers: dict[Tail, int] = {}
     for number, tail in enumerate(tails):
         first = first_numbers.setdefault(tail, number)

@@ -483,7 +483,7 @@ def _fp8_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor,
 
 
 def _make_steps(block_size: int) -> list[StepBatch]:
-    """Make prefills of three sequences, then their decodes, then both in one step, then decodes behind one prefix."""
+    """Make prefills of three sequences, their decodes, both in one step, and decodes after a common prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
     width = max(2, -(-longest // block_size))

@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class KernelComparison:
-    """Runs kernels beside their references."""
+    """Runs kernels and their references, and compares what they give."""
 
     def __init__(
         self, announce: Callable[[str], object], device: torch.device, dtype: torch.dtype

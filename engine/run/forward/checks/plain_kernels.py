@@ -1,4 +1,4 @@
-"""What each GPU kernel computes, in plain torch: its check compares the two."""
+"""The counterpart of each GPU kernel in plain torch, with which a check compares the kernel."""
 
 import torch
 from torch import Tensor, nn
