@@ -33,7 +33,7 @@ class _Request:
 
     @property
     def lane(self) -> int:
-        """The lane of the request."""
+        """The lane of the request: all its sequences have the same."""
         return self.seqs[0].lane
 
     @property
@@ -48,9 +48,10 @@ class _Request:
 
     @property
     def queued(self) -> list[Sequence]:
-        """The sequences in the scheduler's queue, if the request can wait for its adapter again; else none.
+        """The sequences in the scheduler's queue, if the request can wait for its adapter again; else an empty list.
 
-        It cannot while one of its sequences runs, or a step in flight computes a token of one. Nor can pictures wait.
+        It cannot while one of its sequences runs, or while a step in flight computes a token of one. A request with
+        pictures cannot either.
         """
         queued = []
         for seq in self.seqs:
@@ -107,7 +108,7 @@ class Adapters:
         self._runner = None
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter of a name; None for none. Raises UnknownAdapter or AdapterRefused."""
+        """Return the adapter of a name; None for no name. Raises UnknownAdapter or AdapterRefused."""
         return None if name is None else self.folder.find(name)
 
     def root(self, adapter: Adapter | None) -> int:
@@ -140,18 +141,21 @@ class Adapters:
                     place = self._free_place()
                 if place is None or not may_load:
                     break
-                may_load = not self._load(place, request)
+                is_loaded = self._load(place, request)
+                may_load = not is_loaded
             del self._waiting[0]
             if place is not None:
                 ready += self._admit(request, place)
         return ready + self._overtake()
 
     def _hold_later(self, lane: int) -> None:
-        """Have the requests of later lanes wait for their adapters again, unless they run."""
+        """Have queued requests of later lanes wait for their adapters again. Requests that run keep theirs."""
         held: list[_Request] = []
         for place in self._places:
             for request in list(place.users):
-                queued = request.queued if request.lane > lane else []
+                if request.lane <= lane:
+                    continue
+                queued = request.queued
                 if not queued:
                     continue
                 for seq in queued:
@@ -180,7 +184,7 @@ class Adapters:
         return ready
 
     def _admit(self, request: _Request, place: _Place) -> list[Sequence]:
-        """Give a request its adapter, unless it has failed; return the sequences that go on from here."""
+        """Give a request the adapter of a place, if one is loaded there; return the sequences to schedule."""
         held = [seq for seq in request.held if seq.status is SequenceStatus.HELD]
         for seq in held:
             seq.status = SequenceStatus.WAITING
@@ -193,14 +197,14 @@ class Adapters:
         return held
 
     def _free_place(self) -> _Place | None:
-        """Return the place that was used least lately of those that nobody uses; None if all are in use."""
+        """Return the least recently used place of those that no request uses now; None if all are in use."""
         for place in self._places:
             place.let_go_finished()
         free = [place for place in self._places if not place.users]
         return min(free, key=lambda place: place.last_used, default=None)
 
     def _load(self, place: _Place, request: _Request) -> bool:
-        """Load a request's adapter in place of the one before; return False if that failed, and the request with it."""
+        """Load a request's adapter in place of the one before. If that fails, fail the request and return False."""
         adapter = request.adapter
         if place.adapter is not None:
             del self._loaded[place.adapter.fingerprint]
@@ -216,7 +220,7 @@ class Adapters:
         try:
             self.folder.find(adapter.pinned)
         except AdapterGone as gone:
-            error = gone  # other files were read than were asked for, whatever came of that
+            error = gone  # counts first: the files that were read are not those that were asked for
         except Exception as raised:  # noqa: BLE001 - as above
             error = error or raised
         if error is not None:

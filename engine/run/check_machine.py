@@ -29,7 +29,9 @@ def check_machine(config: EngineConfig) -> Iterator[Observation]:
         return
     if device.type == "cuda":
         yield from _check_gpus(config)
-        yield _kept(Path(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")).expanduser())
+        yield _check_kernel_folder(
+            Path(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")).expanduser()
+        )
     else:
         reason = "no GPU" if config.device == "auto" else f"device={config.device!r} is set"
         yield Observation("gpu", "ok", f"{reason}: runs on CPU, {torch.get_num_threads()} threads")
@@ -83,17 +85,20 @@ def _check_cpu_kernels() -> Observation:
             text,
             "pip install --upgrade numba, to a version that knows this numpy",
         )
-    return _kept(cache_root(), exposure)
+    return _check_kernel_folder(cache_root(), exposure)
 
 
-def _kept(
+def _check_kernel_folder(
     folder: Path, exposure: Callable[[Path], str | None] = lambda folder: None
 ) -> Observation:
-    """Check whether compiled kernels can be kept in a folder. exposure: says how others could write into one."""
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    problem = exposure(there.resolve())
-    if problem is None and not os.access(there, os.W_OK | os.X_OK):
-        problem = f"{there} cannot be written to"
+    """Check whether compiled kernels can be kept in a folder.
+
+    exposure: returns how other users could write into a folder; None if they cannot.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    problem = exposure(existing.resolve())
+    if problem is None and not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} cannot be written to"
     if problem is None:
         return Observation("kernels", "ok", f"compiled kernels are kept in {folder}")
     mend = (

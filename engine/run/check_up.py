@@ -95,12 +95,12 @@ def _check_text(
         surplus = tokenizer.surplus(read_supported(folder, config.model_path)[0].vocab_size)
     if surplus is not None:
         yield Observation("tokenizer", "warning", surplus, "fetch the model's own tokenizer")
-    has = (
+    template = (
         "a chat template"
         if tokenizer.template is not None
         else "no chat template: jobs.chat is refused"
     )
-    yield Observation("tokenizer", "ok", f"it loads, with {has}")
+    yield Observation("tokenizer", "ok", f"it loads, with {template}")
 
 
 def _check_adapters(
@@ -183,10 +183,10 @@ def loaded_bytes(
     from engine.run.device import resolve_device
 
     device = resolve_device(config.device)
-    kind = getattr(torch, dtype)
-    backend = load_backend(config.attention_backend, device, kind, config.kv_cache_dtype)
+    torch_dtype = getattr(torch, dtype)
+    backend = load_backend(config.attention_backend, device, torch_dtype, config.kv_cache_dtype)
     tp = TensorParallel(0, config.tensor_parallel_size)
-    place = ModelPlace(tp, backend, device, kind, model.max_position_embeddings)
+    place = ModelPlace(tp, backend, device, torch_dtype, model.max_position_embeddings)
     return count_weight_bytes(model, folder, decoder, place, deterministic=config.deterministic)
 
 
@@ -222,7 +222,7 @@ def _check_memory(
     dtype_bytes: int,
     sizes: PoolSizes | None,
 ) -> Iterator[Observation]:
-    """weights: bytes on each rank."""
+    """Check that weights, adapters and a KV pool fit into memory. weights: bytes on each rank."""
     from engine.run.check_machine import free_memory
     from engine.run.forward.memory import (
         PoolSizes,
@@ -249,7 +249,8 @@ def _check_memory(
         yield Observation("memory", "fault", text, mend)
         return
     check_pool_bytes(config, left, f"{memory} beside the weights")
-    default = left if "GPU" in owner else min(left, default_cpu_kv_cache_bytes(ranks))
+    is_on_gpu = "GPU" in owner
+    default = left if is_on_gpu else min(left, default_cpu_kv_cache_bytes(ranks))
     sizes = sizes or PoolSizes(_block_bytes(config, model, dtype_bytes), 0)
     most_tokens = min(
         config.max_model_len or model.max_position_embeddings, model.max_position_embeddings

@@ -26,8 +26,8 @@ class EngineConfig:
     """How to start an engine. Reads no environment; a bad value raises ConfigError and names itself.
 
     model: a folder in Hugging Face layout, or a hub id.
-    dtype: "auto" (the checkpoint's own; on a CPU float32, unless that is bfloat16 and the processor multiplies
-        it), "float32", "bfloat16" or "float16".
+    dtype: "auto" (the checkpoint's own; but on a CPU float32, unless the checkpoint's is bfloat16 and the processor
+        multiplies bfloat16), "float32", "bfloat16" or "float16".
     device: "auto" (cuda if there is a GPU, else cpu) or a torch device string.
     max_model_len: tokens of prompt and completion together. A sequence that reaches it ends with "length". None
         takes the model's limit. If the KV pool holds less, None takes what the pool holds, rounded down to its
@@ -38,8 +38,8 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank. None takes, on a GPU, what a warm-up leaves free; on a CPU
         the smaller of 4 GiB and a quarter of the memory still allowed. More than is free is refused. A model that
-        keeps states has them beside the stated bytes, or in up to half of the default ones: of max_num_seqs
-        sequences and as many snapshots, or of as many as fit.
+        keeps states has them beside the stated bytes; with None they take up to half of the bytes. They are the
+        states of max_num_seqs sequences and as many snapshots, or of as many as fit.
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits take half of bfloat16's memory
         and reading time, and change answers. Each head's scale is measured at start on a few hundred tokens;
         numbers more than eight times as large as those are clipped. Backends: triton, torch.
@@ -69,15 +69,16 @@ class EngineConfig:
         one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
     adapt_cpu_threads: on a CPU use fewer threads while other processes use the processors. This sets torch's
         number of threads for the whole process. Ignored with tensor parallelism.
-    kernel_check: on a GPU each kernel that the model needs is compared with plain torch before the first start of this
-        build there, which takes as long as compiling them. If one is wrong, "warn" logs it and computes with
+    kernel_check: before the first start of this build on a GPU, each kernel that the model needs is compared with
+        plain torch. This takes as long as compiling the kernels. If one is wrong, "warn" logs it and computes with
         attention_backend "torch", and "refuse" raises KernelCheckFailed. "off" compares nothing. Models through
         transformers are compared with transformers' own code at each start instead.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
         ...). None goes by the checkpoint's modules.json; without that file there are no embeddings.
-    adapters: a folder with a sub-folder for each LoRA adapter, as PEFT saves it. Requests name them by their
-        sub-folders, new ones too. Not built for models through transformers and with deterministic.
-    max_adapters: how many of them are in memory at a time. Those that no request uses make room for others.
+    adapters: a folder with a sub-folder for each LoRA adapter, as PEFT saves it. Requests name an adapter by
+        its sub-folder, also one that was added after the start. Not built for models through transformers and
+        with deterministic.
+    max_adapters: how many adapters are in memory at a time. Those that no request uses make room for others.
     """
 
     model: str
@@ -225,7 +226,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
 
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """Name, in words, the settings that change answers, so that all answers of a run come from the same ones."""
+    """Name, in words, the settings that change answers. All answers of a run must come from the same settings."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(
         config.max_model_len or model.max_position_embeddings, model.max_position_embeddings

@@ -26,7 +26,7 @@ class Cgroup:
     version: int
 
     def read(self, name: str) -> str:
-        """Read one of its files; "" if there is none."""
+        """Read a file of the cgroup; return "" if there is no such file."""
         try:
             return (self.folder / name).read_text().strip()
         except OSError:
@@ -46,6 +46,7 @@ def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterato
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
+        # in version 2 no controllers are listed, and all groups lie in one tree
         base, version = (root / controller, 1) if controllers else (root, 2)
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProcessorTime:
-    """Seconds up to now: passed, computed by this process (`own`), and idle, summed over its processors."""
+    """Seconds up to now. passed: by the clock.  own: computed by this process.  idle: of its processors, added up."""
 
     passed: float
     own: float
@@ -74,7 +75,7 @@ class ProcessorTime:
 class CpuThreads:
     """Sets torch's number of threads, for the whole process, between 1 and the number it finds.
 
-    read_time: reads the processors' times; it returns None where there are none, and the number then stays.
+    read_time: reads the processors' times; where it returns None, the number of threads stays.
     """
 
     def __init__(self, read_time: Callable[[], ProcessorTime | None] | None = None) -> None:
@@ -95,6 +96,7 @@ class CpuThreads:
         self._before = now
         if now is None or now.processors != before.processors:
             return
+        # the processors that this process used were free for it, as idle ones were
         free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
         wanted = choose_threads(min(free, self._quota), self._current, self._most)
         if wanted != self._current:
@@ -107,17 +109,19 @@ class CpuThreads:
 
 def choose_threads(free: float, current: int, most: int) -> int:
     """Return how many threads to use, 1 to `most`, if `current` are used and `free` processors are free."""
-    kept = min(current, int(free + 1 - KEPT_AT))
-    return min(most, max(1, kept, int(free + 1 - ADDED_AT)))
+    num_kept = min(current, int(free + 1 - KEPT_AT))
+    num_started = int(free + 1 - ADDED_AT)
+    return min(most, max(1, num_kept, num_started))
 
 
 def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
     """Return how many processors the cgroups allow this process; infinity without a limit."""
     quotas = [math.inf]
     for group in cgroups_of("cpu", proc, cgroup_root):
-        numbers = group.read("cpu.max").split()
         if group.version == 1:
             numbers = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+        else:
+            numbers = group.read("cpu.max").split()
         if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # not "max", nor -1
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas)

@@ -148,12 +148,11 @@ def _kind(layer: AttentionFeatures) -> str:
         "to tokens that an index chooses": layer.is_indexed,
     }
     heads = f"{layer.num_heads} heads over {layer.num_kv_heads} of keys and values, of {layer.head_dim} numbers"
-    return ", ".join([heads, *(words for words, there in parts.items() if there)])
+    return ", ".join([heads, *(words for words, is_there in parts.items() if is_there)])
 
 
 def _experts(model: ModelConfig) -> str:
     """Describe the experts, by the names of config.json; "" if it names none."""
-    chosen, experts = (
-        next(filter(None, map(model.values.get, names)), None) for names in (CHOSEN, EXPERTS)
-    )
+    chosen = next(filter(None, map(model.values.get, CHOSEN)), None)
+    experts = next(filter(None, map(model.values.get, EXPERTS)), None)
     return f"{chosen} of {experts} for each token" if chosen and experts else ""

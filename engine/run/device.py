@@ -64,7 +64,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def default_num_seqs(name: str) -> int:
     """Return how many sequences run at once by default. name: of EngineConfig.device.
 
-    A decode step reads all weights once, however many rows it has. On a large GPU the pool holds more than 256 rows.
+    A decode step reads all weights once, however many sequences it has. On a large GPU the pool holds more than 256.
     Raises ConfigError if the device cannot be used.
     """
     device = resolve_device(name)

@@ -10,7 +10,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ServedDtype:
-    """A dtype's name, such as "float32". reason: why it is not the checkpoint's, or is slow here; or None."""
+    """The name of the dtype that is served, such as "float32".
+
+    reason: why the checkpoint's own dtype is not served, or why this one is slow here; None if there is nothing to say.
+    """
 
     name: str
     reason: str | None = None

@@ -18,7 +18,7 @@ Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 def numbered(
     prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None
 ) -> Iterator[Request]:
-    """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
+    """Number the prompts and give each its params. Raises InvalidRequest if one of the two ends before the other."""
     if isinstance(prompts, str):
         raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
     if params is None or isinstance(params, RequestParams):
@@ -36,7 +36,7 @@ def numbered(
 
 
 class Scores:
-    """Pairs of a context and a continuation as requests, one for each context."""
+    """Pairs of a context and a continuation, made into one request for each context."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Scores:
     ) -> None:
         """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         groups: dict[Context, list[Context]] = {}
-        places: dict[Context, int] = {}  # the first pair of each context
+        first_pairs: dict[Context, int] = {}  # of each context, the number of its first pair
         # for each pair its context, and the number of its continuation; None for an empty continuation
         self._places: list[tuple[Context, int] | None] = []
-        for place, pair in enumerate(pairs):
+        for pair_number, pair in enumerate(pairs):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise InvalidRequest(
-                    f"pair {place} must be a context and a continuation, got {type(pair).__name__}"
+                    f"pair {pair_number} must be a context and a continuation, got {type(pair).__name__}"
                 )
-            with _naming(place):
+            with _naming(pair_number):
                 continuation, context = prompts.pair(*pair)
             if not continuation:
                 self._places.append(None)
@@ -62,18 +62,21 @@ class Scores:
             group = groups.setdefault(context, [])
             self._places.append((context, len(group)))
             group.append(continuation)
-            places.setdefault(context, place)
+            first_pairs.setdefault(context, pair_number)
         self._ready: dict[Context, tuple[PreparedPrompt, ScoringParams]] = {}
         for context, group in groups.items():
-            with _naming(places[context]):
+            with _naming(first_pairs[context]):
                 params = ScoringParams(group)
                 prompt = context if isinstance(context, str) else list(context)
                 self._ready[context] = prepare(prompt, params), params
 
     def requests(self) -> Iterator[Request]:
         """Return requests sorted by their tokens, so that neighbours share the longest prefixes."""
-        ready = sorted(enumerate(self._ready.values()), key=lambda entry: entry[1][0].token_ids)
-        return ((str(number), prompt, params) for number, (prompt, params) in ready)
+        ready = [
+            (str(number), prompt, params)
+            for number, (prompt, params) in enumerate(self._ready.values())
+        ]
+        return iter(sorted(ready, key=lambda request: request[1].token_ids))
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """Return one score for each pair. Raises ScoringFailed for the first without one."""
@@ -92,9 +95,9 @@ class Scores:
 
 
 @contextmanager
-def _naming(place: int) -> Iterator[None]:
-    """Have an InvalidRequest say which pair it is about: the first one, if it is about a context."""
+def _naming(pair_number: int) -> Iterator[None]:
+    """Put the pair's number before the text of an InvalidRequest that the block raises."""
     try:
         yield
     except InvalidRequest as error:
-        raise type(error)(f"pair {place}: {error}") from error
+        raise type(error)(f"pair {pair_number}: {error}") from error

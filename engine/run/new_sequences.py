@@ -48,8 +48,8 @@ class NewSequences:
     ) -> list[Sequence]:
         """Make params.n sequences.
 
-        Raises InvalidSampling for values that this tokenizer cannot follow, InvalidRequest for a `continued` completion
-        that cannot go on.
+        Raises InvalidSampling for parameters that this tokenizer cannot serve, InvalidRequest for a `continued`
+        completion that cannot go on.
         """
         end_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -82,7 +82,7 @@ class NewSequences:
             )
             for index, matcher in enumerate(matchers)
         ]
-        for seq in seqs:
+        for seq in seqs:  # all share one list, which the first one fills
             seq.prompt_logprobs = seqs[0].prompt_logprobs
             for token_id in continued:
                 seq.go_on_behind(token_id)
@@ -91,7 +91,7 @@ class NewSequences:
     def _forcing(
         self, params: SamplingParams, prompt: list[int], follows_text: bool, matcher: Matcher | None
     ) -> Forcing | None:
-        """Return what says which tokens of a sequence must come next; None if none ever must."""
+        """Return the Forcing that gives the tokens that must come next; None for a sequence without such tokens."""
         if params.thinking_token_budget is not None:
             return self.reasoner.budget(
                 params.thinking_token_budget, params.reasoning_marks, prompt, follows_text

@@ -19,5 +19,8 @@ class Observation(NamedTuple):
 
 def fault_of(subject: str, error: ConfigError) -> Observation:
     """Make a finding of an error, whose last clause says what to do."""
-    text, _, mend = str(error).rpartition("; ")
-    return Observation(subject, "fault", text or mend, mend if text else "")
+    message = str(error)
+    problem, _, mend = message.rpartition("; ")
+    if not problem:
+        return Observation(subject, "fault", message)
+    return Observation(subject, "fault", problem, mend)

@@ -1,4 +1,4 @@
-"""What the texts of running sequences begin with, for those who read them as they grow."""
+"""Makes the certain beginnings of running sequences' texts, for readers of texts that still grow."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class GrowingText:
 
 
 class PartialTexts:
-    """Makes the texts of running sequences, with work for their new tokens alone unless they reason."""
+    """Makes the texts of running sequences. Each call decodes only the new tokens, unless a sequence reasons."""
 
     def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
         self._tokenizer = tokenizer
@@ -77,9 +77,9 @@ class PartialTexts:
     def _split(
         self, seq: Sequence, text: str, token_ids: list[int], marks: dict[int, str]
     ) -> tuple[str | None, str]:
-        """Return the reasoning and the rest, each without an end that may be the beginning of a mark.
+        """Return the reasoning and the rest. If either ends with what may be the beginning of a mark, that is cut off.
 
-        text: returned if there are no marks. token_ids: those whose text no later token changes.
+        text: what is returned if there are no marks. token_ids: those whose text no later token changes.
         """
         params = seq.params
         pair = self._reasoner.pair(params.reasoning_marks)
@@ -108,14 +108,14 @@ class PartialTexts:
         if reasoning is None:
             return None, ""  # a later mark may make reasoning of the text
         for mark in pair:
-            reasoning = _without_begun(reasoning, mark)
-            # A mark that opens a span in the middle of an answer: what it hides shows only at its end.
-            answer = _without_begun(answer.partition(mark)[0], mark)
+            reasoning = _without_partial_mark(reasoning, mark)
+            # A mark in the middle of the answer opens a span. What the span hides is known only at its end.
+            answer = _without_partial_mark(answer.partition(mark)[0], mark)
         return reasoning.replace(BREAK, ""), answer
 
 
-def _without_begun(text: str, mark: str) -> str:
-    """Return a text without an end that may be the beginning of a mark."""
+def _without_partial_mark(text: str, mark: str) -> str:
+    """Cut off the end of a text if it may be the beginning of a mark."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return text[:-length]

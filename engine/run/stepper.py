@@ -66,7 +66,9 @@ class StepStats:
     """Counts steps since the start, with a stopwatch for each part: see EngineStats.step_seconds."""
 
     def __init__(self) -> None:
-        self.num_steps = self.num_scheduled = self.num_adapter_steps = 0
+        self.num_steps = 0
+        self.num_scheduled = 0  # sequences, over all steps
+        self.num_adapter_steps = 0
         self.batch_sizes = [0] * _NUM_SIZES
         self.schedule = Stopwatch()
         self.prepare = Stopwatch()
@@ -79,7 +81,9 @@ class StepStats:
         """Count a step of num_seqs sequences."""
         self.num_steps += 1
         self.num_scheduled += num_seqs
-        self.batch_sizes[min(max(num_seqs - 1, 0).bit_length(), _NUM_SIZES - 1)] += 1
+        # of the smallest power of two that is at least num_seqs
+        exponent = max(num_seqs - 1, 0).bit_length()
+        self.batch_sizes[min(exponent, _NUM_SIZES - 1)] += 1
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -106,7 +110,7 @@ class Stepper:
         self.drafts: Drafts | None = None if overlaps else Drafts()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
-        # The number of tokens that each had when steps in flight were withdrawn.
+        # of each suspect, the number of tokens that it had when its step was withdrawn
         self._suspects: dict[Sequence, int] = {}
         self._num_unexplained = 0
 
@@ -121,7 +125,7 @@ class Stepper:
         del self._runner
 
     def finish(self, seq: Sequence) -> None:
-        """Have the next step return a sequence that has ended without one."""
+        """Have the next `take` return a sequence that has ended outside a step."""
         seq.status = SequenceStatus.FINISHED
         self._finished.append(seq)
 
@@ -173,9 +177,12 @@ class Stepper:
         return finished
 
     def _take(self) -> None:
-        # a grammar must know each token before it can say what may follow
-        if self._pending and not self._few_are_constrained() and not self._receive_all_but(0):
-            return
+        """Schedule a step and launch it; while sequences are suspected, compute it by halves instead."""
+        if self._pending and not self._few_are_constrained():
+            # a grammar must know each token before it can say what may follow
+            is_received = self._receive_all_but(0)
+            if not is_received:
+                return
         with self.stats.schedule:
             drafts = None if self._suspects or self._pending else self.drafts
             batch = self._scheduler.schedule(drafts)
@@ -188,7 +195,10 @@ class Stepper:
             drafts.timed(batch.num_tokens, time.perf_counter() - began)
 
     def _few_are_constrained(self) -> bool:
-        """Return whether sequences with a grammar can miss every other step, so that the others need not wait."""
+        """Return whether few sequences have a grammar.
+
+        Those sequences then miss every other step, and the others need not wait for them.
+        """
         num_constrained = self._scheduler.slots.num_constrained
         return num_constrained * CONSTRAINED_SHARE <= len(self._scheduler.running)
 
@@ -210,7 +220,7 @@ class Stepper:
         try:
             while len(self._pending) > num_left:
                 arrived.append(self._wait(self._pending.popleft()))
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
             self._start_over(error)
             return False
         for step in arrived:
@@ -238,7 +248,8 @@ class Stepper:
         with self.stats.prepare:
             step = build_step_batch(batch, slots)
             sampling = build_sampling_batch(batch, slots)
-        self.stats.num_adapter_steps += len(step.adapters) > 0
+        if len(step.adapters):
+            self.stats.num_adapter_steps += 1
         with self.stats.launch:
             return self._runner.launch(step.repeatable() if repeatable else step, sampling)
 
@@ -298,7 +309,10 @@ class Stepper:
         self._scheduler.withdraw()
 
     def _has_suspects(self) -> bool:
-        """Return whether any suspect has not yet got past the tokens that it had when its step was withdrawn."""
+        """Return whether any suspect is left, and forget those that are none any more.
+
+        A suspect is cleared once it has more tokens than when its step was withdrawn, or is finished.
+        """
         self._suspects = {
             seq: num_tokens
             for seq, num_tokens in self._suspects.items()

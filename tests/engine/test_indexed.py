@@ -174,7 +174,7 @@ def test_other_tokens_than_the_chosen_are_found_at_start(
 
     monkeypatch.setattr(engine.attention.torch_backend, "_chosen", all_tokens)
     with pytest.raises(
-        UnsupportedModel, match="attends otherwise here than by transformers' own code"
+        UnsupportedModel, match="attends differently here than in transformers' own code"
     ):
         Engine(small(folder))
 

@@ -118,7 +118,7 @@ def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
     )
     folder = architecture(name).reference.folder
     with pytest.raises(
-        UnsupportedModel, match="attends otherwise here than by transformers' own code"
+        UnsupportedModel, match="attends differently here than in transformers' own code"
     ):
         Engine(small(folder, model_path="transformers"))
 

@@ -62,7 +62,7 @@ class AdapterLoader:
             ) from error
 
     def _places(self, pairs: Iterator[_Pair]) -> dict[Linear, dict[str | None, _Pair]]:
-        """Return the pairs of each layer by shard; None stands for a pair for all that is stacked there."""
+        """Group the pairs by layer and shard. The shard None stands for a pair for all shards of a stacked layer."""
         places: dict[Linear, dict[str | None, _Pair]] = {}
         for pair in pairs:
             layer, shard = self._find(pair.module)
@@ -82,6 +82,7 @@ class AdapterLoader:
         raise _Misfit(f"it changes {module!r}, and this model has no such linear layer")
 
     def _low_rank(self, layer: Linear, pairs: dict[str | None, _Pair]) -> LowRank:
+        """Stack the A of a layer's pairs, and make a block of B for each range of its output rows."""
         parts: list[Tensor] = []
         blocks: list[Block] = []
         num_ranks = 0
@@ -132,7 +133,7 @@ class _Pair:
     def __init__(
         self, module: str, a: CheckpointTensor, b: CheckpointTensor, values: Mapping[str, object]
     ) -> None:
-        """values: adapter_config.json."""
+        """values: the contents of adapter_config.json."""
         self.module = module
         self.a = a
         self.b = b
@@ -174,7 +175,10 @@ def _pairs(
 
 
 def _rows_of(layer: ColumnParallelLinear, shard: str | None) -> Iterator[tuple[slice, Share]]:
-    """Yield the rows of this rank's output that a shard has, all shards' for None, with their share of B's rows."""
+    """Yield ranges of this rank's output rows, each with its share of the rows of B.
+
+    shard: the one that B is for; None if B is for all shards of the layer, stacked.
+    """
     start = stacked = 0
     for name, share in layer.rows.items():
         rows = slice(start, start + share.length)

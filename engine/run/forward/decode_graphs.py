@@ -53,13 +53,13 @@ class CudaCapture:
     """
 
     def __init__(self, device: torch.device, *, may_wait: bool = False) -> None:
-        """may_wait: the captured calls may wait for the device, which is checked before recording."""
+        """may_wait: whether the captured calls may wait for the device; if so, that is checked before recording."""
         self._may_wait = may_wait
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Run once, to compile and set up, then record. Raises RuntimeError if it waits for the device."""
+        """Run once, to compile and set up, then record. Raises RuntimeError if `run` waits for the device."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             run()
@@ -90,7 +90,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Owns the graphs and their rows, which hold the addresses of the weights and the KV pool."""
+    """Owns the graphs and the rows they read. The graphs hold the addresses of the weights and the KV pool."""
 
     def __init__(
         self,
@@ -105,12 +105,15 @@ class DecodeGraphs:
         """Capture all sizes, and run each graph once with padding.
 
         forward: ForwardBatch -> hidden states [tokens, hidden_size].
-        choose: hidden states [rows, hidden_size], sampling values, edits, and the token ids [rows] int64, which it
-        replaces by the chosen ones. Last comes None, or what is given the logits before the edits.
+        choose: takes hidden states [rows, hidden_size], sampling values, edits, and token ids [rows] int64, which it
+        replaces by the chosen ones. Its last argument is None, or a function that is given the logits before the edits.
         tables: of adapters; without them steps with adapters are not recorded.
         """
         self._tables = tables
-        self._forward, self._choose, self._backend, self._static = forward, choose, backend, static
+        self._forward = forward
+        self._choose = choose
+        self._backend = backend
+        self._static = static
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(len(static.indices))
         # the largest first: the others fit into the memory it took
@@ -138,7 +141,7 @@ class DecodeGraphs:
     def fits(self, step: StepBatch) -> bool:
         """Return whether `run` can take this step: one token of each sequence, all of which sample.
 
-        States that one sequence reads and another writes take another step: a graph computes all rows at once.
+        A step in which one sequence reads a state that another writes does not fit: a graph computes all rows at once.
         """
         num_seqs = len(step.slots)
         is_decode = (
@@ -182,9 +185,9 @@ class DecodeGraphs:
                 choose_tokens()
             else:
                 if edits is not None:
-                    # a row's pending token is the one that it has just computed: it lies in the row itself
-                    at = rows[edits.rows]
-                    edits = edits.placed(at, at[edits.pending[:, 0]])
+                    # the pending token of a row is the one that the row has just computed, so it is read there
+                    edited_rows = rows[edits.rows]
+                    edits = edits.placed(edited_rows, edited_rows[edits.pending[:, 0]])
                 state = self._static.state.first(size)
                 keep_logits = None if keep is None else partial(_keep_of_rows, keep, rows)
                 self._choose(
@@ -198,9 +201,15 @@ class DecodeGraphs:
     def _bind(
         self, size: int, max_context_len: int
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Make two calls to capture: a decode step of `size` static rows up to hidden states; choosing next tokens."""
-        forward, advance, choose = self._forward, self._backend.advance, self._choose
-        state, outputs = self._static.state.first(size), self._hidden
+        """Return two functions to capture, for a decode step of `size` static rows.
+
+        The first computes the hidden states. The second chooses the next tokens by them.
+        """
+        forward = self._forward
+        advance = self._backend.advance
+        choose = self._choose
+        state = self._static.state.first(size)
+        outputs = self._hidden
         batch = self._batch(size, max_context_len, None)
 
         def run() -> None:
@@ -210,9 +219,11 @@ class DecodeGraphs:
         return run, lambda: choose(outputs[size], state.sampling, None, state.next_token_ids, None)
 
     def _bind_sharing(self, size: int, max_context_len: int) -> Callable[[], None]:
-        """Make the first call of _bind, where prefixes are read once; hidden states go where that call has them."""
-        forward, advance = self._forward, self._backend.advance
-        state, outputs = self._static.state.first(size), self._hidden
+        """Return _bind's first function, with prefixes read once. It writes its hidden states over that function's."""
+        forward = self._forward
+        advance = self._backend.advance
+        state = self._static.state.first(size)
+        outputs = self._hidden
         prefixes = self._static.prefixes
         assert prefixes is not None, "there are limits"
         prefixes = prefixes._replace(begins=prefixes.begins[:size])
@@ -227,9 +238,11 @@ class DecodeGraphs:
     def _bind_adapted(
         self, size: int, max_context_len: int, tables: LowRankTables
     ) -> Callable[[], None]:
-        """Make the first call of _bind for steps with adapters; hidden states go where that call has them."""
-        forward, advance = self._forward, self._backend.advance
-        state, outputs = self._static.state.first(size), self._hidden
+        """Return _bind's first function, for steps with adapters. It writes its hidden states over that function's."""
+        forward = self._forward
+        advance = self._backend.advance
+        state = self._static.state.first(size)
+        outputs = self._hidden
         adapters = self._static.adapters[:size]
         batch = self._batch(size, max_context_len, None)
 

@@ -1,4 +1,4 @@
-"""LoadedAdapters: the adapters on the device, and which rows of a step have which."""
+"""LoadedAdapters: the adapters on the device, and the rows of a step that use each."""
 
 import logging
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ class LoadedAdapters:
 def adapter_rows(
     step: StepBatch, loaded: Mapping[int, Mapping[nn.Module, Product]], device: torch.device
 ) -> GroupedRows:
-    """Sort a step's rows by adapter. loaded: by the number that a step names it with."""
+    """Sort a step's rows by adapter. loaded: each adapter's products, by the adapter's number in a step."""
     of_row = np.repeat(step.adapters, step.query_lens)
     order = np.argsort(of_row, kind="stable")
     numbers, starts = np.unique(of_row[order], return_index=True)
@@ -83,7 +83,7 @@ def adapter_rows(
     rows_of_number.pop(NO_ADAPTER, None)
     places = {number: _as_range(rows) for number, rows in rows_of_number.items()}
     scattered = [rows for number, rows in rows_of_number.items() if places[number] is None]
-    uploaded = iter(upload(scattered, device))
+    uploaded = iter(upload(scattered, device))  # one for each None in `places`, in the same order
     return GroupedRows(
         tuple(
             AdapterGroup(loaded[number], next(uploaded) if place is None else place)
@@ -93,6 +93,6 @@ def adapter_rows(
 
 
 def _as_range(rows: NDArray[np.int64]) -> slice | None:
-    """Return ascending rows as a range; None if there are others between them."""
+    """Return ascending rows as a range; None if they have gaps."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else None

@@ -51,7 +51,7 @@ def give_back_memory() -> None:
 
 
 def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
-    """Return the bytes of one rank: 4 GiB, or its part of a quarter of the allowed memory if that is less."""
+    """Return a rank's default: 4 GiB, or its part of a quarter of the allowed memory if that is less."""
     return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
 
 
@@ -77,7 +77,7 @@ def _mem_available(meminfo: Path) -> int | None:
 
 
 def _headroom(group: Cgroup) -> int | None:
-    """Return limit less usage; page cache that the kernel would drop first is not usage."""
+    """Return the limit minus the usage. Page cache that the kernel would drop first does not count as usage."""
     names = ("memory.max", "memory.current")
     if group.version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -105,7 +105,7 @@ class PoolSizes(NamedTuple):
 
 
 def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
-    """Raise ConfigError if kv_cache_bytes is more than `most`, the bytes left of `owner`, which names a memory."""
+    """Raise ConfigError if kv_cache_bytes is more than `most`, the bytes left. owner: whose bytes, in words."""
     if config.kv_cache_bytes is not None and config.kv_cache_bytes > most:
         raise ConfigError(
             f"kv_cache_bytes={config.kv_cache_bytes} on each rank is more than the {most} bytes left of {owner}; "
@@ -116,22 +116,24 @@ def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
 def divide_pool(
     sizes: PoolSizes, config: EngineConfig, most: int, default: int, longest: int
 ) -> tuple[int, StateRows | None]:
-    """Return the number of blocks of the KV pool, and of states beside it. Raises ConfigError if no state fits.
+    """Return the number of the KV pool's blocks, and the rows of states beside it. Raises ConfigError if no state fits.
 
-    most, default: bytes that both may take together, and do without kv_cache_bytes.  longest: tokens of a sequence.
+    most: the bytes that blocks and states may take together.  default: those that they take without kv_cache_bytes.
+    longest: the most tokens of a sequence.
     """
     states = fit_states(sizes.state, config, most, default)
     if not sizes.block:  # blocks hold nothing and only count tokens
         num_blocks = -(-longest // config.block_size)
         return max(num_blocks, min(num_blocks * config.num_seqs, MOST_COUNTED)), states
     taken = 0 if states is None else sum(states) * sizes.state
-    return (config.kv_cache_bytes or default - taken) // sizes.block, states
+    pool_bytes = config.kv_cache_bytes or (default - taken)
+    return pool_bytes // sizes.block, states
 
 
 def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:
     """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
 
-    row_bytes: of one state; 0 if the model keeps none. most, default: of `divide_pool`.
+    row_bytes: of one state; 0 if the model keeps none. most, default: as in `divide_pool`.
     """
     if not row_bytes:
         return None

@@ -2,10 +2,10 @@
 
 What is said of attention here holds for delta nets too, which are computed between two recorded pieces likewise.
 
-A decode step is one graph, see decode_graphs.py. Where prompts are computed beside decodes, each step has other numbers
-of sequences and tokens, which attention depends on and nothing else does. So the parts between attention calls are
-recorded, for a few numbers of tokens, and attention is launched between them. A step takes the next larger size. Its
-padding has slot -1: it stores nothing, nothing attends to it, and its hidden states are never read.
+A decode step is one graph, see decode_graphs.py. Where prompts are computed beside decodes, the numbers of
+sequences and tokens change from step to step, and only attention depends on them. So the parts between attention calls
+are recorded, for a few numbers of tokens, and attention is launched between them. A step takes the next larger size.
+Its padding has slot -1: it stores nothing, nothing attends to it, and its hidden states are never read.
 
 Steps with adapters have pieces of their own, which read the tables of the adapters that are loaded at each replay. A
 step's rows are sorted by adapter before its first piece; padding has no place in that order, so no adapter changes it.
@@ -168,16 +168,16 @@ class MixedGraphs:
     def run(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states of all rows, [tokens, hidden_size], which the next call overwrites."""
         num_tokens = len(batch.token_ids)
-        place = bisect_left(self._sizes, num_tokens)
+        index = bisect_left(self._sizes, num_tokens)  # of the smallest size that holds the step
         self._token_ids[:num_tokens].copy_(batch.token_ids)
         self._positions[:num_tokens].copy_(batch.positions)
         self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
-        self._slot_mapping[num_tokens : self._sizes[place]].fill_(PADDING_SLOT)
-        replay = self._replays[place]
+        self._slot_mapping[num_tokens : self._sizes[index]].fill_(PADDING_SLOT)
+        replay = self._replays[index]
         if isinstance(batch.adapters, TabledRows):
             assert self._adapters is not None, "the step fits"
             self._adapters.refill(batch.adapters)
-            replay = self._adapted[place]
+            replay = self._adapted[index]
 
         def attend(call: AttentionCall | StateCall) -> None:
             if isinstance(call, StateCall):
@@ -222,12 +222,12 @@ class MixedGraphs:
         self._hidden[:size].copy_(hidden)
 
     def buffers(self, x: Tensor, out_width: int) -> tuple[Tensor, Tensor]:
-        """Return the buffers for an input of this shape and for its output, [..., out_width], which layers share."""
-        shape = *x.shape[1:], out_width
-        if shape not in self._buffers:
+        """Return a buffer for an input and one for its output, [..., out_width]. Layers of equal shapes share them."""
+        key = (*x.shape[1:], out_width)
+        if key not in self._buffers:
             out = x.new_zeros(*x.shape[:-1], out_width)
-            self._buffers[shape] = torch.zeros_like(x), out
-        inputs, outputs = self._buffers[shape]
+            self._buffers[key] = torch.zeros_like(x), out
+        inputs, outputs = self._buffers[key]
         return inputs[: len(x)], outputs[: len(x)]
 
 

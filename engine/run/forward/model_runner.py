@@ -109,7 +109,7 @@ class ModelRunner:
                 self._probe()
                 if config.kv_cache_dtype != "auto":
                     self._kv_scales = self._measure_kv_scales()
-                    self._probe()
+                    self._probe()  # once more, now over an FP8 cache
                 if isinstance(self.backend, CapturableBackend):
                     self.backend.share_prefixes(
                         self.model.attention_layers, self._kv_dtype, config.block_size
@@ -164,7 +164,7 @@ class ModelRunner:
     def _launch_recorded(
         self, graphs: DecodeGraphs, step: StepBatch, sampling: SamplingBatch
     ) -> DeviceTokens:
-        """Replay a step's graph. Log probabilities are computed behind it."""
+        """Replay a step's graph, then compute its log probabilities if any are wanted."""
         if not step.wants_logprobs:
             self._sampled = graphs.run(step, sampling, self._sampled)
             return DeviceTokens(self._sampled)
@@ -195,7 +195,7 @@ class ModelRunner:
         return replace(batch, pictures=pictures), rows
 
     def read_pictures(self, reader: PictureReader) -> Tower:
-        """Take this reader's pictures from now on. Raises UnsupportedModel if the model computes them otherwise.
+        """Take this reader's pictures from now on. Raises UnsupportedModel if they cannot be computed.
 
         Call it before the first step.
         """
@@ -285,7 +285,7 @@ class ModelRunner:
         return DeviceTokens(self._sampled, logprobs, vectors)
 
     def _load(self, folder: Path) -> CausalModel:
-        """Load the model for the configured backend, or for torch if "auto" took one that cannot serve it."""
+        """Load the model for the backend; load it for torch if "auto" has chosen a backend that cannot serve it."""
         try:
             return self._load_for_backend(folder)
         except AttentionRefused as error:
@@ -309,7 +309,7 @@ class ModelRunner:
 
     @property
     def _longest(self) -> int:
-        """Return the most tokens of a sequence, however large the pool."""
+        """Return the most tokens that a sequence may have, before the pool limits it."""
         model_len = self._model_config.max_position_embeddings
         return min(self._config.max_model_len or model_len, model_len)
 
@@ -341,6 +341,7 @@ class ModelRunner:
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
         step = make_step([num_tokens], [num_tokens], self._config.block_size, num_blocks)
+        # multiples of a prime spread over the vocabulary
         token_ids = (
             np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
         )
@@ -382,7 +383,8 @@ class ModelRunner:
         num_ranks = self._tp.size
         for_adapters = adapter_bytes(config, self.dtype.itemsize)
         if self._memory is not None:
-            most = default = max(0, self._measure_room(self._memory) - for_adapters)
+            most = max(0, self._measure_room(self._memory) - for_adapters)
+            default = most
             owner = f"memory_utilization={config.memory_utilization} of the GPU"
         else:
             most = max(0, allowed_bytes() // num_ranks - for_adapters)
@@ -431,7 +433,7 @@ class ModelRunner:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
         steps = warm_up_steps(self._config, self._longest, num_blocks)
         if self._adapters.tables is not None:
-            # rows without an adapter compile the kernels as those with one do
+            # the three largest steps again: rows without an adapter compile the kernels as those with one do
             steps += [
                 replace(step, adapters=np.full(len(step.query_lens), NO_ADAPTER))
                 for step in steps[:3]
@@ -468,6 +470,7 @@ class ModelRunner:
             logits = model.logits(hidden)
             if keep is not None:
                 keep(logits)
+            # pending tokens are read from the rows that the chosen tokens are then written to
             choose(logits, rows, edits, tokens, tokens, backend, tp)
 
         try:
@@ -501,7 +504,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture_mixed_graphs(self) -> MixedGraphs | None:
-        """Capture the pieces of steps with prompts, over the pool as it is now; None if such steps run without."""
+        """Capture the pieces of steps with prompts, over the pool as it is now; None if they run without graphs."""
         model = self.model
         cache = self.cache
         backend = self.backend
@@ -532,7 +535,7 @@ class ModelRunner:
         return None
 
     def _problem_of(self, graphs: MixedGraphs) -> str | None:
-        """Compare the hidden states of a prompt from the graphs with those without; None if they are alike.
+        """Compare a prompt's hidden states with and without the graphs; return None if they are alike.
 
         Where steps may have adapters, the pieces of those are replayed too, for rows that have none.
         """
@@ -549,7 +552,7 @@ class ModelRunner:
         return "they give other hidden states" if any(differences) else None
 
     def _changes_states(self, graphs: MixedGraphs, prompt: StepBatch) -> bool:
-        """Return whether a step from the graphs has other hidden states than without."""
+        """Return whether a step gives other hidden states with the graphs than without them."""
         batch, _ = self._to_device(prompt)
         replayed = graphs.run(batch).clone()
         expected = self.model.hidden_states(batch, self.cache)
@@ -596,5 +599,5 @@ def choose_piece_capture(
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:
-    """Return the device's memory to measure; None on a CPU, where the pool has a stated size."""
+    """Return the device's memory, to be measured; None on a CPU, where nothing is measured."""
     return GpuMemory(device) if device.type == "cuda" else None

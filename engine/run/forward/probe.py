@@ -16,7 +16,9 @@ from engine.attention.kv_cache import FP8
 from engine.run.forward.warm_up import whole_parts
 from engine.schedule.step_batch import StepBatch
 
-NUM_PLACES = 5  # for blocks and states, one for each sequence of each run: none finds what another has stored
+# Places in the pool, each with its own blocks and state. Each sequence of each run has another, so none finds what
+# another has stored.
+NUM_PLACES = 5
 
 #: Rows differ when their differences (root mean square, over the spread of its logits) are above this.
 #: Measured on 80 tiny models: rounding up to 4e-5 in float32 and 0.2 in bfloat16, the first rows after a
@@ -34,12 +36,13 @@ class Probe:
     """The steps of a probe over a pool of `num_blocks` blocks that nobody else uses, and their comparison."""
 
     def __init__(self, vocab_size: int, block_size: int, lengths: Sequence[int]) -> None:
+        # multiples of a prime spread over the vocabulary
         token_ids = np.arange(1, sum(lengths) + 1, dtype=np.int64) * 7919 % vocab_size
         self._first = token_ids[: lengths[0]]
         self._second = token_ids[lengths[0] :]
         self._block_size = block_size
-        self._place_blocks = -(-max(lengths) // block_size)
-        self.num_blocks = NUM_PLACES * self._place_blocks
+        self._blocks_per_place = -(-max(lengths) // block_size)
+        self.num_blocks = NUM_PLACES * self._blocks_per_place
 
     def find(
         self, run: Run, dtype: torch.dtype, reference: Callable[[Tensor], Tensor | None]
@@ -52,6 +55,7 @@ class Probe:
         first = self._first
         second = self._second
         half = len(first) // 2
+        # each part: its tokens, how many came before them, and its place in the pool
         alone = run(self.step([(first, 0, 0)]))
         other = run(self.step([(second, 0, 1)]))
         together = run(self.step([(first, 0, 2), (second, 0, 3)]))
@@ -62,16 +66,16 @@ class Probe:
         if differ(alone, together[: len(first)], dtype) or differ(
             other, together[len(first) :], dtype
         ):
-            return "mixes the sequences of one batch: a row of it looks at others otherwise than by attention"
+            return "mixes the sequences of one batch: a row reads other rows by more than attention"
         if differ(alone[half:], chunks[1], dtype):
             return "forgets what came before a chunk of a prompt: it keeps a state outside the KV cache"
         if expected is not None and differ(expected, alone, dtype):
-            return "attends otherwise here than by transformers' own code: it needs something that is not built"
+            return "attends differently here than in transformers' own code: it needs something that is not built"
         return None
 
     def step(self, parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> StepBatch:
         """Make a step of these parts, each (tokens, how many came before them, its place)."""
-        width = self._place_blocks
+        width = self._blocks_per_place
         lens = np.array([len(tokens) for tokens, _, _ in parts], np.int64)
         positions = [np.arange(start, start + len(tokens)) for tokens, start, _ in parts]
         first_slots = [place * width * self._block_size for _, _, place in parts]
@@ -93,16 +97,14 @@ class Probe:
 
 
 def differ(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether in any group of successive rows most differ; single ones may, by a router's near tie."""
+    """Return whether there is a group of successive rows of which most differ. A router's near tie moves a few."""
     expected = expected.float()
     actual = actual.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (actual - expected).square().mean(-1).sqrt() / spread
-    # Rows that overflow even there say nothing.
+    # Rows that overflow in `expected` too say nothing.
     error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]
     if not len(error):
         return False
-    return any(
-        float(rows.median()) > TOLERANCE[dtype]
-        for rows in (error[:FIRST_ROWS], *error.tensor_split(max(1, len(error) // NUM_ROWS)))
-    )
+    groups = (error[:FIRST_ROWS], *error.tensor_split(max(1, len(error) // NUM_ROWS)))
+    return any(float(group.median()) > TOLERANCE[dtype] for group in groups)

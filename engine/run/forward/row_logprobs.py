@@ -29,7 +29,7 @@ class DeviceLogprobs:
     starts: NDArray[np.int64]
 
     def on_host(self, tensors: list[Tensor]) -> RowLogprobs:
-        """Make RowLogprobs of copies of `tensors` on the CPU."""
+        """Make RowLogprobs. tensors: copies of `self.tensors` on the CPU."""
         logprobs, ranks, top_ids, top_logprobs = (tensor.numpy() for tensor in tensors)
         return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
 
@@ -58,20 +58,23 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     vocab_ids = torch.arange(logits.shape[1], device=logits.device)
     ranks = []
     for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):
-        # The numbers of a part are not larger than logits.
+        # A part has at most as many tokens as logits has rows, so `numbers` takes no more memory than logits.
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
-        highest = token_logits[part, None]
+        own_logits = token_logits[part, None]
         before = vocab_ids < token_ids[part, None]
-        ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
+        # a rank is 1 plus the tokens with a higher logit, or with the same logit and a lower id
+        ranks.append(1 + ((numbers > own_logits) | ((numbers == own_logits) & before)).sum(-1))
     return token_logits - totals[rows], torch.cat(ranks), totals
 
 
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the highest logits of each row, float32, and their ids; of equal ones the first.
+    """Return the highest logits of each row, float32, and their ids; the first ids among equal logits.
 
-    topk's order of equal numbers depends on the width, so it gets integers that differ: a float's bits, then its id.
+    topk's order of equal numbers depends on the width. So it is given integers that all differ: a float's bits, then
+    its id.
     """
     bits = logits.view(torch.int32)
+    # integers in the order of the floats: those of negative floats have all bits but the sign's flipped
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     keys += torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
     ids = keys.topk(width, dim=-1).indices
@@ -79,7 +82,7 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def piece_rows(vocab_size: int, device: torch.device) -> int:
-    """Return how many rows of logits are looked at together."""
+    """Return how many rows of logits are scored at a time."""
     numbers = PIECE_NUMBERS
     if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -88,9 +91,9 @@ def piece_rows(vocab_size: int, device: torch.device) -> int:
 
 
 def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], most: int) -> Iterator[tuple[slice, int]]:
-    """Cut tokens into pieces of at most `most` rows; yield each piece, and the most likely tokens wanted in it.
+    """Cut tokens into pieces of at most `most` rows; yield each piece with the largest of its `tops`.
 
-    tops: [tokens] int64, the likely tokens that each wants.  rows: [tokens] int64, ascending, the row of each.
+    tops: [tokens] int64, how many likely tokens each wants.  rows: [tokens] int64, ascending, the row of each.
     """
     start = 0
     while start < len(tops):
@@ -118,7 +121,7 @@ class StepLogprobs:
         self._most_rows = piece_rows(model.vocab_size, device)
         self._sample_tops = step.sample_tops[self._wanted]
         self._scored_tops = step.scored_tops
-        # Several tokens may be scored by one row.
+        # Several tokens may be scored by one row: each row is kept once, with the place of each token's row among them.
         is_new = np.diff(step.scored_rows, prepend=-1) != 0
         self._places = np.cumsum(is_new) - 1
         self.scored_rows, self._scored_token_ids, self._place_of = upload(
@@ -147,10 +150,9 @@ class StepLogprobs:
             token_ids = sampled[self._raw_rows]
             rows = torch.arange(len(token_ids), device=token_ids.device)
             for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._most_rows):
+                rows_in_piece = rows[piece] - piece.start
                 parts.append(
-                    self._of_piece(
-                        self._raw[piece], token_ids[piece], rows[piece] - piece.start, width
-                    )
+                    self._of_piece(self._raw[piece], token_ids[piece], rows_in_piece, width)
                 )
         for piece, width in cut(self._scored_tops, self._places, self._most_rows):
             first = self._places[piece.start]
@@ -170,10 +172,12 @@ class StepLogprobs:
     ) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor, Tensor]:
         """Return the number of likely tokens of each token, and RowLogprobs' other arrays.
 
-        Parameters as of `score_tokens`, `width` likely tokens for each; a negative token id stands for any token.
+        The parameters are those of `score_tokens`. width: how many likely tokens each gets. A negative token id stands
+        for any token.
         """
         logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])
+        # empty unless likely tokens are wanted
         highest = logits[:, :0].float()
         ids = token_ids.new_empty((len(logits), 0))
         if width:

@@ -31,9 +31,9 @@ class StaticRows:
     """The max_num_seqs rows: first those of the last step, then padding. At the start all are padding.
 
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
-    limits: which prefixes that rows have in common are read once; None if none is.
-    prefixes: those of the rows, if there are limits; stale without has_prefixes, which says if there are any.
-    adapters: [rows] int64, the adapter of each, no_adapter for none; stale without has_adapters, likewise.
+    limits: say which of the prefixes that rows have in common are read once; None if no prefix is.
+    prefixes: the prefixes that are read once, if there are limits. They are valid only while has_prefixes is True.
+    adapters: [rows] int64, the adapter of each, no_adapter for none. They are valid only while has_adapters is True.
     states: None if the model keeps none.
     """
 
@@ -49,8 +49,9 @@ class StaticRows:
         has_states: bool = False,
         no_adapter: int = 0,
     ) -> None:
-        """has_states: of a model that keeps states. no_adapter: stands for none in `adapters`."""
-        self._max_blocks, self._write_rows = max_blocks, write_rows
+        """has_states: whether the model keeps states. no_adapter: stands in `adapters` for a row without one."""
+        self._max_blocks = max_blocks
+        self._write_rows = write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
         wide = torch.zeros((NUM_WIDE, pitch), dtype=torch.int64, device=device)
         narrow = torch.zeros((NUM_NARROW, pitch), dtype=torch.int32, device=device)
@@ -89,13 +90,13 @@ class StaticRows:
         self._block_size = block_size
         self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self._generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self._positions: NDArray[np.int64] = np.zeros(
-            max_num_seqs, np.int64
-        )  # which each row computes next
+        # the position that each row computes next
+        self._positions: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self._num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.forget()
         # written as steps write rows, so that the kernel is compiled before the first step
-        rows, none_sampled = np.arange(max_num_seqs), np.full(max_num_seqs, -1)
+        rows = np.arange(max_num_seqs)
+        none_sampled = np.full(max_num_seqs, -1)
         writes = RowWrites(
             rows, *_padding(max_num_seqs), none_sampled, NONE, NO_BLOCKS, rows.astype(np.int32)
         )
@@ -113,8 +114,8 @@ class StaticRows:
     ) -> NDArray[np.int64]:
         """Write what changed, in one transfer; return the row of each sequence, [seqs] int64.
 
-        The sequences have the first rows, in any order: each keeps its row while it can. The step then counts as
-        computed.  last: the tokens of the step launched before.
+        The sequences have the first rows, in any order: each keeps its row while it can. Afterwards the step counts
+        as computed, so launch it.  last: the tokens of the step launched before.
         """
         num_seqs = len(step.slots)
         rows = self._place(step)
@@ -136,7 +137,7 @@ class StaticRows:
                 self._order(rows, step.context_lens) if has_moved else NO_ORDER,
             )
             self._write_rows(self._memory, writes, None if last is None else last.token_ids)
-        # a sequence's blocks stay what they are while it keeps its row, so its prefix does too
+        # prefixes change only if a row moves: while a sequence keeps its row, it keeps its blocks
         if has_moved and self.limits is not None:
             self._write_prefixes(self.limits, step, rows)
         self.has_adapters = len(step.adapters) > 0
@@ -154,7 +155,7 @@ class StaticRows:
     def _write_prefixes(
         self, limits: PrefixLimits, step: StepBatch, rows: NDArray[np.int64]
     ) -> None:
-        """Find the prefixes that the step's sequences have in common, and write them if they are others."""
+        """Find the prefixes that the step's sequences have in common; write them if they differ from the last ones."""
         prefixes = limits.find(step.block_tables, step.context_lens)
         self.has_prefixes = len(prefixes) > 0
         if not prefixes:
@@ -167,7 +168,7 @@ class StaticRows:
             self._written_prefixes = arrays
 
     def _write_adapters(self, adapters: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Write the adapters of the step's sequences if they are others."""
+        """Write the adapters of the step's sequences if they differ from those written last."""
         by_row = np.full(len(self._generations), self._no_adapter)
         by_row[rows] = np.where(adapters == NO_ADAPTER, self._no_adapter, adapters)
         written = self._written_adapters
@@ -195,7 +196,7 @@ class StaticRows:
 def _ranges(
     starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return all numbers from each start to its end, as two arrays: which range each is of, and the numbers."""
+    """List the numbers of all ranges. Return two arrays: for each number the index of its range, and the numbers."""
     counts = np.maximum(ends - starts, 0)
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -217,7 +218,7 @@ def _sampled_at(
 def _padding(num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Return the wide and the narrow columns of rows that belong to no sequence."""
     wide = np.zeros((NUM_WIDE, num_rows), np.int64)
-    wide[1] = PADDING
+    wide[1] = PADDING  # column 1 holds the positions
     return wide, np.zeros((NUM_NARROW, num_rows), np.int32)
 
 

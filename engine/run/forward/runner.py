@@ -16,7 +16,7 @@ from engine.schedule.step_batch import StepBatch
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens of the last launched step, on its device, until the next one is launched.
+    """The tokens of the last launched step, on its device. They are valid until the next one is launched.
 
     token_ids: [rows] int64.  places: [samples] int64, the row of each sample.
     """
@@ -83,7 +83,7 @@ class Runner(Protocol):
         """Start the step, which ends with a token for each row that samples; steps run in the order of launches."""
 
     def load_adapter(self, number: int, adapter: Adapter) -> None:
-        """Load an adapter, by whose number later steps name it, in place of the one before. Raises AdapterRefused."""
+        """Load an adapter in place of the one with this number, which later steps give. Raises AdapterRefused."""
 
     def close(self) -> None:
         """Free the runner's memory. A second call does nothing."""

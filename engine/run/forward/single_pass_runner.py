@@ -36,7 +36,7 @@ class ComputedTexts(PendingTokens):
         self.pooled = None if vectors is None else vectors.float().cpu().numpy()
 
     def wait(self) -> NDArray[np.int64]:
-        """Return a token for each sample: the stepper's control asks for one, no text does."""
+        """Return zeros in place of tokens: texts give none, but the stepper's control step expects one."""
         return np.zeros(self._num_samples, np.int64)
 
 
@@ -87,8 +87,9 @@ class SinglePassRunner:
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
         with on_device(self.device):
-            row = torch.from_numpy(step.token_ids).to(self.device)
-            computed = self.model(torch.tensor_split(row, np.cumsum(step.query_lens)[:-1].tolist()))
+            token_ids = torch.from_numpy(step.token_ids).to(self.device)
+            ends = np.cumsum(step.query_lens)[:-1].tolist()
+            computed = self.model(torch.tensor_split(token_ids, ends))
             if self.model.classifies:
                 return ComputedTexts(len(step.sample_rows), computed)
             rows = torch.from_numpy(step.pooled_rows).to(self.device)
@@ -107,11 +108,15 @@ class SinglePassRunner:
     def _probe(self, model: ModelConfig, longest: int, num_labels: int) -> None:
         """Compare texts in one step with each alone; pad if they differ. Raises UnsupportedModel or ConfigError."""
         vocab_size = model.vocab_size
-        count = 1 + (torch.arange(max(PROBE_LENGTHS), device=self.device) * 7919) % (vocab_size - 1)
+        # multiples of a prime spread over the vocabulary; each text is rolled further, so that no two are alike
+        numbers = torch.arange(max(PROBE_LENGTHS), device=self.device)
+        token_ids = 1 + (numbers * 7919) % (vocab_size - 1)
         texts = [
-            count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)
+            token_ids[: min(length, longest)].roll(index)
+            for index, length in enumerate(PROBE_LENGTHS)
         ]
         if self.model.has_types:
+            # a token of a pair's second text is given as its id plus vocab_size
             texts = [
                 torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size))
                 for text in texts
@@ -124,7 +129,7 @@ class SinglePassRunner:
                 )
             self.model.fuse()
             if self.model.is_packed and self._mixes(texts, alone):
-                self.model.pad()
+                self.model.pad()  # from now on is_packed is False
             if not self.model.is_packed and self._mixes(texts, alone):
                 raise UnsupportedModel(
                     "it mixes the texts of one batch: one computed alone has other states"
@@ -136,9 +141,9 @@ class SinglePassRunner:
             raise UnsupportedModel(f"{model.architecture} is not served: {problem}") from error
 
     def _mixes(self, texts: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
-        together = torch.tensor_split(
-            self.model(texts), np.cumsum([len(states) for states in alone])[:-1].tolist()
-        )
+        """Return whether texts in one step have other states than each has alone."""
+        lengths = [len(states) for states in alone]
+        together = torch.tensor_split(self.model(texts), np.cumsum(lengths)[:-1].tolist())
         return any(
             self._differ(one.float(), other.float())
             for one, other in zip(alone, together, strict=True)

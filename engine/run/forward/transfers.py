@@ -35,9 +35,9 @@ def to_device(
     attention, tensors = backend.build_metadata(
         step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns.values()]
     )
-    token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
+    token_ids, positions, slot_mapping, sample_rows, fill_rows, fill_places, *values = tensors
     if sampled is not None and len(pending):
-        backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
+        backend.fill_pending(token_ids, fill_rows, sampled.token_ids, fill_places)
     states = state_parts(step.state_parts, token_ids.device) if len(step.state_parts) else None
     batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention, states)
     if sampling is None:
@@ -48,14 +48,18 @@ def to_device(
 def with_blocks(
     step: StepBatch, blocks: NDArray[np.int64], backend: KernelBackend
 ) -> AttentionMetadata:
-    """Return metadata in which a block's rows see each other: each row is a sequence that ends with the block.
+    """Return metadata in which a block's rows see each other: each such row counts as a sequence of its own.
+
+    The context of that sequence ends with the block, not with the row.
 
     blocks: of StepPictures.
     """
     ends = np.cumsum(step.query_lens)
     parts: list[tuple[int, int, int]] = []  # sequence, context length, query length
     row = 0
-    for first, end in [*blocks.tolist(), (int(ends[-1]), int(ends[-1]))]:
+    num_rows = int(ends[-1])
+    # the empty block at the end is for the rows behind the last block
+    for first, end in [*blocks.tolist(), (num_rows, num_rows)]:
         while row < first:
             seq = int(np.searchsorted(ends, row, side="right"))
             until = min(first, int(ends[seq]))
@@ -72,7 +76,7 @@ def with_blocks(
 def pool(
     hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]
 ) -> Tensor:
-    """Return [seqs, modes * hidden] float32, each sequence's rows pooled, to be added to its vector.
+    """Pool each sequence's rows by each mode; return [seqs, modes * hidden] float32, for its PooledStates.
 
     hidden: [rows, hidden], final states, sequence after sequence.  counts: [seqs] int64, rows of each.
     positions: [rows] int64, each row's place in its sequence.
@@ -90,18 +94,17 @@ def pool(
             pooled.append(torch.stack([part.amax(0) for part in parts]).float())
         elif mode == "weightedmean":
             part_weights = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
-            pooled.append(
-                torch.stack(
-                    [(part * w).sum(0) for part, w in zip(parts, part_weights, strict=True)]
-                )
-            )
+            sums = [
+                (part * of_part).sum(0) for part, of_part in zip(parts, part_weights, strict=True)
+            ]
+            pooled.append(torch.stack(sums))
         else:
             pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))
     return torch.cat(pooled, dim=1)
 
 
 class DeviceTokens(PendingTokens):
-    """Tokens on their way from the device, copied into pinned memory behind their step."""
+    """Tokens on their way from the device, copied into pinned memory after their step."""
 
     def __init__(
         self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
@@ -110,8 +113,11 @@ class DeviceTokens(PendingTokens):
         self._places = sampled.places
         self._logprobs = logprobs
         self._has_pooled = pooled is not None
-        said = [] if logprobs is None else logprobs.tensors
-        tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
+        tensors = [token_ids]
+        if logprobs is not None:
+            tensors += logprobs.tensors
+        if pooled is not None:
+            tensors.append(pooled)
         self._event: torch.cuda.Event | None = None
         if not token_ids.is_cuda:
             self._host = [token_ids.clone(), *tensors[1:]]
@@ -130,7 +136,7 @@ class DeviceTokens(PendingTokens):
         if self._has_pooled:
             self.pooled = self._host[-1].numpy()
         if self._logprobs is not None:
-            said = self._host[1:-1] if self._has_pooled else self._host[1:]
-            self.logprobs = self._logprobs.on_host(said)
+            logprob_tensors = self._host[1:-1] if self._has_pooled else self._host[1:]
+            self.logprobs = self._logprobs.on_host(logprob_tensors)
         token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
         return token_ids

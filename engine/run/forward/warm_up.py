@@ -20,15 +20,17 @@ SHORT_PROMPTS = (64, 256, 1024)
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
     """Return the largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
-    These are max_num_seqs prompts, and one chunk of the whole token budget at the end of the longest context, both with
-    all log probabilities; max_num_seqs decodes at the longest context, each with blocks of its own or all with the
-    same; single decodes at halving contexts, which a backend may cut into more pieces; and short prompts, whose
-    products may have tiles of their own.
+    - max_num_seqs prompts, with all log probabilities;
+    - one chunk of the whole token budget at the end of the longest context, with all log probabilities;
+    - max_num_seqs decodes at the longest context, once with blocks of their own, and once all with the same blocks;
+    - single decodes at halving contexts, which a backend may cut into more pieces;
+    - short prompts, whose products may have tiles of their own.
     """
     num_tokens = config.max_num_batched_tokens
     num_seqs = config.num_seqs
     share, remainder = divmod(num_tokens, num_seqs)
-    prompts = [min(share + (i < remainder), max_model_len) for i in range(num_seqs)]
+    lengths = [share + 1] * remainder + [share] * (num_seqs - remainder)
+    prompts = [min(length, max_model_len) for length in lengths]
     contexts = [max_model_len]
     while contexts[-1] > FIRST_CONTEXT:
         contexts.append(contexts[-1] // 2)
@@ -65,7 +67,10 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
 def make_step(
     query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int
 ) -> StepBatch:
-    """Make a step of the last query_lens[i] of context_lens[i] tokens; all sample, and share blocks and a state."""
+    """Make a step in which sequence i computes the last query_lens[i] of its context_lens[i] tokens, and samples.
+
+    The sequences share the pool's blocks, and one state.
+    """
     lens = np.array(query_lens, np.int64)
     contexts = np.array(context_lens, np.int64)
     ends = np.cumsum(lens)
@@ -88,7 +93,7 @@ def whole_parts(
 ) -> NDArray[np.int64]:
     """Return StepBatch.state_parts of sequences that keep their states in these rows of the pool."""
     ends = np.cumsum(query_lens)
-    sources = np.where(query_lens < context_lens, rows, -1)
+    sources = np.where(query_lens < context_lens, rows, -1)  # a new sequence reads no state
     return np.stack((ends - query_lens, ends, sources, rows, np.full_like(rows, -1)), axis=1)
 
 
@@ -109,7 +114,7 @@ def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
 
 
 def nucleus_sampling(num_rows: int) -> SamplingBatch:
-    """Return sampling values that take the sampler's longest way."""
+    """Return sampling values for which the sampler has most to do."""
     values = neutral_rows(num_rows)
     for name in ("temperature", "top_p", "min_p"):
         values[name] = 0.5

@@ -15,7 +15,7 @@ class Classify(PooledKind[ClassParams]):
     result_field = "class_scores"
 
     def check(self, params: ClassParams) -> None:
-        """Raise UnsupportedTask if the checkpoint has no head."""
+        """Raise UnsupportedTask if the checkpoint has no classification head."""
         self._known_classes()
 
     def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:
@@ -25,7 +25,7 @@ class Classify(PooledKind[ClassParams]):
             most = self._most_tokens(params.truncate_prompt_tokens, longest)
             return self._first_token_ids(prompt, most)
         if not isinstance(prompt, str):
-            raise InvalidSampling("pair is for texts: behind token ids no text is put")
+            raise InvalidSampling("pair is for texts: a prompt of token ids cannot have one")
         token_ids = self._tokenizer.encode_pair(
             prompt, params.pair, longest, self._prompts.vocab_size
         )
@@ -34,7 +34,7 @@ class Classify(PooledKind[ClassParams]):
         return token_ids
 
     def states(self, params: ClassParams, num_tokens: int) -> ClassStates:
-        """Return what collects the scores of a text's classes."""
+        """Return an object that collects the scores of a text's classes."""
         return ClassStates(self._known_classes(), num_tokens, of_pair=params.pair is not None)
 
     def _known_classes(self) -> Classes:

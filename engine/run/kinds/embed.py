@@ -31,7 +31,7 @@ class Embed(PooledKind[PoolingParams]):
             self._num_dimensions = loaded.pooling.size(hidden_size)
 
     def check(self, params: PoolingParams) -> None:
-        """Raise UnsupportedTask without a pooling, InvalidSampling for values that it cannot have."""
+        """Raise UnsupportedTask if the checkpoint has no pooling, InvalidSampling for parameters that do not fit it."""
         pooling = self._known_pooling()
         if params.dimensions is not None and params.dimensions > self._num_dimensions:
             raise InvalidSampling(
@@ -42,12 +42,14 @@ class Embed(PooledKind[PoolingParams]):
             raise InvalidSampling(f"prompt_name must be of {known}", brief(params.prompt_name))
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
-        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest or a subclass."""
+        """Put the checkpoint's prompt before a text; tokenize both, and cut. Raises InvalidRequest or a subclass."""
         pooling = self._known_pooling()
         most = self._most_tokens(params.truncate_prompt_tokens, self._prompts.max_model_len)
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
-                raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
+                raise InvalidSampling(
+                    "prompt_name is for texts: a prompt of token ids cannot have one"
+                )
             return self._first_token_ids(prompt, most)
         name = params.prompt_name if params.prompt_name is not None else pooling.default_prompt
         text = prompt if name is None else pooling.prompts[name] + prompt
@@ -56,7 +58,7 @@ class Embed(PooledKind[PoolingParams]):
         return self._first_token_ids(text, most)
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
-        """Return what collects a text's hidden states."""
+        """Return an object that collects a text's hidden states."""
         pooling = self._known_pooling()
         normalize = params.normalize
         if normalize is None:

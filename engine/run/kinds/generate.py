@@ -44,7 +44,7 @@ class Generate(RequestKind[SamplingParams]):
         self._seeds = Seeds(loaded.config.seed, from_prompts=loaded.config.deterministic)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise NoLmHead if there is none, InvalidSampling for token ids outside the vocabulary."""
+        """Raise NoLmHead if the model has no LM head, InvalidSampling for token ids outside the vocabulary."""
         check_params(params, self._loaded.model.vocab_size)
         if not self._loaded.generates:
             raise NoLmHead
@@ -62,7 +62,7 @@ class Generate(RequestKind[SamplingParams]):
         return most is None or most == -1 or len(prompt.token_ids) <= most
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
-        """Start compiling the grammar of a text's form, once for equal ones; return None for free text."""
+        """Start compiling the grammar that the text must follow, once for equal grammars; return None for free text."""
         return self._new_sequences.grammars.prepare(params)
 
     def sequences(self, request: NewRequest[SamplingParams]) -> list[Sequence]:
@@ -75,7 +75,7 @@ class Generate(RequestKind[SamplingParams]):
 
         seqs = self._make(request, seed)
         if request.resumed and not self._resume(seqs, request.resumed):
-            seqs = self._make(request, seed)
+            seqs = self._make(request, seed)  # anew, as the first ones may have taken some tokens
         return seqs
 
     def _make(self, request: NewRequest[SamplingParams], seed: int) -> list[Sequence]:
@@ -108,7 +108,7 @@ class Generate(RequestKind[SamplingParams]):
         return True
 
     def is_complete(self, seq: Sequence) -> bool:
-        """Return whether a sample's completion is whole; the first sample may still score the prompt for all."""
+        """Return whether a sample's completion is whole; the first sample may still be scoring the prompt for all."""
         if seq.params.prompt_logprobs is None or seq.error is not None:
             return True
         num_scored = sum(len(part.ranks) for part in seq.prompt_logprobs)
@@ -169,7 +169,7 @@ class Completions:
         )
 
     def call_watch(self, seq: Sequence) -> Callable[[int], bool]:
-        """Return a function that gets each token of a sequence and says whether its first call of a tool ends there."""
+        """Return a function that takes each new token and says whether the sequence's first tool call ends with it."""
         params = seq.params
         incremental = self._tokenizer.incremental_text(
             follows_text=seq.follows_text,
@@ -204,7 +204,7 @@ class Completions:
         return as_dicts(known, seq.token_ids[first:], seq.sample_top, token_text)[begin - first :]
 
     def _prompt_logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
-        """Return the log probabilities of the prompt's tokens; None if they are not wanted or not whole."""
+        """Return the log probabilities of the prompt's tokens; None if they are not wanted, or the sequence failed."""
         top = seq.params.prompt_logprobs
         if top is None or seq.error is not None:
             return None

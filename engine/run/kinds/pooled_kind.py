@@ -1,4 +1,4 @@
-"""PooledKind: what the kinds of requests share that get a vector of the prompt's hidden states."""
+"""PooledKind: the base of the kinds of requests that pool a prompt's hidden states."""
 
 import time
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from engine.text.prompts import Prompt
 class PooledKind(RequestKind[Params]):
     """Pools a prompt's hidden states: one sequence that generates nothing, and one completion.
 
-    result_field: the field of Completion that takes what came of the states.
+    result_field: the field of Completion that takes the pooled result.
     """
 
     result_field: ClassVar[str]
@@ -34,7 +34,7 @@ class PooledKind(RequestKind[Params]):
 
     @abstractmethod
     def states(self, params: Params, num_tokens: int) -> PooledStates:
-        """Return what collects the hidden states of a prompt of num_tokens tokens."""
+        """Return an object that collects the hidden states of a prompt of num_tokens tokens."""
 
     def prepare(self, prompt: Prompt, params: Params) -> PreparedPrompt:
         """Tokenize a prompt. It has no block keys if its sequence may share no blocks."""

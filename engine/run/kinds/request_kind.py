@@ -93,4 +93,4 @@ class RequestKind(ABC, Generic[Params]):
 
     @abstractmethod
     def completion(self, seq: Sequence) -> Completion | None:
-        """Make the completion of a finished sequence; return None if a sequence that finishes later gives it."""
+        """Make the completion of a finished sequence; return None if one that finishes later will give it."""

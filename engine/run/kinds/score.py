@@ -23,7 +23,7 @@ class Score(RequestKind[ScoringParams]):
         self._end_token_ids = tuple(sorted(loaded.sequences.eos_token_ids))
 
     def check(self, params: ScoringParams) -> None:
-        """Raise NoLmHead if there is none."""
+        """Raise NoLmHead if the model has no LM head."""
         if not self._loaded.generates:
             raise NoLmHead
 
@@ -46,14 +46,14 @@ class Score(RequestKind[ScoringParams]):
         num_tokens = sum(len(token_ids) + len(branch.token_ids) for branch in shape.branches)
         if num_tokens > MAX_TREE_TOKENS:
             raise InvalidPrompt(
-                f"the prompt stands before {len(shape.branches)} continuations that part, {num_tokens} tokens in "
+                f"the prompt and its continuations make {len(shape.branches)} branches of {num_tokens} tokens in "
                 f"all, more than the limit of {MAX_TREE_TOKENS}: ask for fewer at a time"
             )
         block_keys = self._loaded.keys_of(token_ids)
         return PreparedPrompt(token_ids, block_keys, shape, continued.num_prompt_tokens)
 
     def _scored_ends(self, params: ScoringParams, tails: tuple[Tail, ...]) -> tuple[int, ...]:
-        """Return the end tokens that are scored behind each tail; () for none. Raises InvalidPrompt."""
+        """Return the end tokens that are scored after each continuation; () for none. Raises InvalidPrompt."""
         scores_end = params.score_end
         if scores_end == "auto":
             _check_all_differ(tails)
@@ -122,11 +122,11 @@ class Score(RequestKind[ScoringParams]):
 
 
 def _check_all_differ(tails: tuple[Tail, ...]) -> None:
-    """Raise InvalidPrompt if two labels are the same tokens."""
-    places: dict[Tail, int] = {}
-    for place, tail in enumerate(tails):
-        first = places.setdefault(tail, place)
-        if first != place:
+    """Raise InvalidPrompt if two continuations are the same tokens."""
+    first_numbers: dict[Tail, int] = {}
+    for number, tail in enumerate(tails):
+        first = first_numbers.setdefault(tail, number)
+        if first != number:
             raise InvalidPrompt(
-                f"continuations {first} and {place} are the same tokens: one of them is enough"
+                f"continuations {first} and {number} are the same tokens: one of them is enough"
             )

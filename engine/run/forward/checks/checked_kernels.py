@@ -87,7 +87,7 @@ class CheckedBackend(TritonBackend):
         self.layer_kernels = checked_layer_kernels(self.layer_kernels, comparison)
 
     def share_all_prefixes(self, layers: Sequence[AttentionFeatures], block_size: int) -> None:
-        """Read every prefix once that some of a step's sequences have in common, however short."""
+        """Have each prefix that several of a step's sequences share read only once, however short it is."""
         self.share_prefixes(layers, torch.float32, block_size)
         if self.prefix_limits is not None:
             self.prefix_limits = replace(self.prefix_limits, least_spared_bytes=0)
@@ -127,7 +127,7 @@ class CheckedBackend(TritonBackend):
         return out
 
     def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
-        """Edit random logits [rows, vocab_size] and draw from them, both bit by bit as plain torch does."""
+        """Edit random logits [rows, vocab_size] and draw from them. Both must give the same bits as plain torch."""
         generator = torch.Generator().manual_seed(0)
         logits = (4 * torch.randn(NUM_SAMPLED, vocab_size, generator=generator)).to(dtype)
         logits = logits.to(self._device)
@@ -248,7 +248,7 @@ class CheckedBackend(TritonBackend):
 def _random_low_rank(
     layer: Linear, rank: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
 ) -> LowRank:
-    """Draw an adapter's product for all that is stacked in a layer."""
+    """Draw an adapter's product at random, with a block for each part that is stacked in the layer."""
 
     def draw(num_rows: int, num_columns: int) -> Tensor:
         numbers = torch.randn(num_rows, num_columns, generator=generator)
@@ -259,7 +259,9 @@ def _random_low_rank(
     first_row = 0
     for i, length in enumerate(lengths):
         rows = slice(first_row, first_row + length)
-        blocks.append(Block(rows, slice(i * rank, (i + 1) * rank), draw(length, rank), 2.0))
+        ranks = slice(i * rank, (i + 1) * rank)
+        scale = 2.0
+        blocks.append(Block(rows, ranks, draw(length, rank), scale))
         first_row += length
     return LowRank(draw(rank * len(lengths), layer.in_features), tuple(blocks))
 
@@ -267,7 +269,7 @@ def _random_low_rank(
 def _fill_randomly(
     product: PackedProduct | PackedGroupedLinear, kind: str, generator: torch.Generator
 ) -> None:
-    """Draw packed weights before they are laid out."""
+    """Fill a product with random packed weights, before they are laid out."""
     product.words.random_(0, 256, generator=generator)
     if kind == "fp8":
         product.words.bitwise_and_(NO_NAN)
@@ -292,7 +294,7 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
         return lambda *arguments: comparison.run(name, kernel, reference, arguments)
 
     def norm_rotate_and_store(*arguments: Any) -> Tensor:
-        cache: LayerKVCache = arguments[6]
+        cache: LayerKVCache = arguments[6]  # as in plain_norm_rotate_and_store
         queries: Tensor = comparison.run(
             "rotation and storing",
             kernels.norm_rotate_and_store,
@@ -305,7 +307,7 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
 
     def delta_net(*arguments: Any) -> Tensor:
         assert kernels.delta_net is not None
-        memory: Sequence[Tensor] = arguments[1]
+        memory: Sequence[Tensor] = arguments[1]  # as in `mix`
         mixed: Tensor = comparison.run(
             "delta net", kernels.delta_net, mix, arguments, changed=list(memory)
         )
@@ -318,7 +320,8 @@ def checked_layer_kernels(kernels: LayerKernels, comparison: KernelComparison) -
 
         def by_torch(scores: Tensor) -> tuple[Tensor, Tensor]:
             weights, chosen = choose_experts(scores, num_chosen, normalised=normalised)
-            return weights, scores.gather(1, chosen)  # of equal scores either may be chosen
+            # without `chosen`, which is not compared: of equal scores either may be chosen
+            return weights, scores.gather(1, chosen)
 
         weights, _, chosen = comparison.run("choice of experts", by_kernel, by_torch, (scores,))
         return weights, chosen
@@ -427,7 +430,7 @@ def _packed_experts(
 
 
 def _random_form(scheme: Scheme, columns: int) -> PackedForm:
-    """Return the form of a scheme's weights of so many columns; their scales have the usual dtype."""
+    """Return the form of a scheme's weights with this many columns; their scales have the usual dtype."""
     if scheme.layout == "mxfp4":
         return PackedForm("fp4", scheme.block[1], torch.bfloat16)
     if scheme.layout == "bitsandbytes4":
@@ -480,7 +483,7 @@ def _fp8_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor,
 
 
 def _make_steps(block_size: int) -> list[StepBatch]:
-    """Make prefills of three sequences, then their decodes, then both in one step, then decodes behind one prefix."""
+    """Make prefills of three sequences, their decodes, both in one step, and decodes after a common prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
     width = max(2, -(-longest // block_size))
@@ -508,10 +511,12 @@ def _step_over(
     seqs = np.repeat(np.arange(num_seqs), query_lens)
     blocks = tables[seqs, step.positions // block_size].astype(np.int64)
     parts = step.state_parts.copy()
+    # column 2 is the state that is read, -1 for none, and column 3 the state that is written
     parts[:, 2] = np.where(parts[:, 2] >= 0, np.arange(num_seqs), -1)
     parts[:, 3] = np.arange(num_seqs)
     return replace(
         step,
+        # multiples of a prime spread over the vocabulary
         token_ids=np.arange(len(step.positions), dtype=np.int64) * 7919 % VOCABULARY,
         slot_mapping=blocks * block_size + step.positions % block_size,
         block_tables=tables,

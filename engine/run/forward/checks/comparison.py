@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class KernelComparison:
-    """Runs kernels beside their references."""
+    """Runs kernels and their references, and compares what they give."""
 
     def __init__(
         self, announce: Callable[[str], object], device: torch.device, dtype: torch.dtype
@@ -36,7 +36,7 @@ class KernelComparison:
     ) -> Any:
         """Return kernel(*arguments). Raises KernelDiffers unless reference(*arguments) gives about the same.
 
-        The kernel may return more tensors than the reference, which are not compared.
+        If the kernel returns more tensors than the reference, the further ones are not compared.
         changed: tensors among the arguments, or within them, that both write to. tolerance: 0 asks for equality.
         """
         before = [tensor.clone() for tensor in changed]
@@ -51,11 +51,11 @@ class KernelComparison:
 
         computed = [*_tensors(result)[: len(expected) - len(changed)], *changed]
         limit = self._tolerance if tolerance is None else tolerance
-        for place, (value, wanted) in enumerate(zip(computed, expected, strict=True)):
+        for index, (value, wanted) in enumerate(zip(computed, expected, strict=True)):
             difference = _difference(value, wanted)
             if not difference <= limit:
                 raise KernelDiffers(
-                    f"differs from plain torch by {difference:.3g} of a row's length (result {place}), "
+                    f"differs from plain torch by {difference:.3g} of a row's length (result {index}), "
                     f"at most {limit:.3g} was expected"
                 )
         return result
@@ -69,7 +69,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _difference(computed: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two rows over the row's length; infinity for another shape or a NaN."""
+    """Return the largest difference of two rows, relative to the row's norm; infinity for another shape or a NaN."""
     if computed.shape != expected.shape:
         return float("inf")
     if not computed.is_floating_point():
@@ -80,6 +80,7 @@ def _difference(computed: Tensor, expected: Tensor) -> float:
     same_infinity = (computed == expected) & expected.isinf()
     difference = (computed - expected).masked_fill(same_infinity, 0.0).norm(dim=-1)
     length = expected.masked_fill(expected.isinf(), 0.0).norm(dim=-1)
+    # a row that is almost zero is measured by a thousandth of the longest row
     shortest = 1e-3 * float(length.max()) if length.numel() else 0.0
     ratio = difference / length.clamp_min(max(shortest, 1e-30))
     return float(ratio.nan_to_num(float("inf")).max()) if ratio.numel() else 0.0

@@ -1,8 +1,8 @@
 """Checks the GPU kernels of a model before an engine starts with them, once for each machine and build.
 
-A child process compares each kernel with plain torch: see checked_kernels.py. What has passed is noted in the user's
-cache folder, by everything that decides what a kernel does. Models that transformers computes are not checked here:
-each start compares their logits with transformers' own code.
+A child process compares each kernel with plain torch: see checked_kernels.py. A check that has passed is noted in the
+user's cache folder, under a digest of everything that decides what a kernel does. Models that transformers computes
+are not checked here: each start compares their logits with transformers' own code.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """A fault of a kernel. kernel: None if the check ended before the first one was launched."""
+    """A fault of a kernel. kernel: None if the check ended before the first launch, or ran out of memory."""
 
     kernel: str | None
     problem: str
@@ -102,10 +102,10 @@ def with_checked_kernels(
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
         return config
-    return _without(fault, config)
+    return _config_despite(fault, config)
 
 
-def _without(fault: KernelFault, config: EngineConfig) -> EngineConfig:
+def _config_despite(fault: KernelFault, config: EngineConfig) -> EngineConfig:
     """Return the configuration to start with although there is a fault."""
     if config.kernel_check == "refuse":
         raise KernelCheckFailed(
@@ -125,7 +125,7 @@ def find_fault(
 ) -> KernelFault | None:
     """Check the kernels of a model in a child process; return the first fault, or None.
 
-    command: of the child, which is given the model as its last argument.
+    command: starts the child. The model is added as its last argument.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -146,7 +146,7 @@ def find_fault(
             problem = f"it did not end within {timeout_s:g} s"
         output.seek(0)
         errors.seek(0)
-        kernels = output.read().splitlines()
+        announced = output.read().splitlines()
         error_lines = errors.read().split("\n")
 
     if status == 0:
@@ -154,8 +154,10 @@ def find_fault(
     if status > 0:
         last_error = next((line for line in reversed(error_lines) if line.strip()), problem)
         problem = last_error.strip()
-    is_short_of_memory = "OutOfMemoryError" in problem
-    return KernelFault(kernels[-1] if kernels and not is_short_of_memory else None, problem)
+    kernel = announced[-1] if announced else None
+    if "OutOfMemoryError" in problem:
+        kernel = None  # no kernel is to blame for a lack of memory
+    return KernelFault(kernel, problem)
 
 
 def _describe_status(status: int) -> str:
@@ -163,7 +165,7 @@ def _describe_status(status: int) -> str:
 
 
 def passed_folder() -> Path:
-    """Return the folder of notes about what has passed, an empty file each."""
+    """Return the folder that holds an empty file for each check that has passed."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "tokenmill" / "passed-kernels"
 
@@ -178,6 +180,7 @@ def _digest(model: CheckedModel, device: torch.device) -> str:
     digest.update((Path(model.folder) / "config.json").read_bytes())
     for source in SOURCES:
         place = ENGINE / source
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+        for file in files:
             digest.update(file.read_bytes())
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What each GPU kernel computes, in plain torch: its check compares the two."""
+"""The counterpart of each GPU kernel in plain torch, with which a check compares the kernel."""
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def plain_group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 def plain_grouped_product(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     """Multiply rows that are sorted by expert with their expert's weight."""
-    places = torch.empty(0, dtype=torch.int64, device=x.device)
+    places = torch.empty(0, dtype=torch.int64, device=x.device)  # none: the rows are sorted already
     product: Tensor = GroupedLinear(nn.Parameter(weight, requires_grad=False), None)(
         x, bias, ExpertGroups(places, places, ends)
     )

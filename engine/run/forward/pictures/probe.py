@@ -1,4 +1,4 @@
-"""The probe of pictures: a prompt with two, whole or in chunks, must give the logits of transformers' own code."""
+"""The probe of pictures: a prompt with two pictures must give the logits of transformers' code, whole or in chunks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ def probe_pictures(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """Find out how a picture's tokens attend, and set reader and model to it: causally, or to each other too.
+    """Find out whether a picture's tokens attend causally or also to each other; set reader and model accordingly.
 
     run: computes a step over a pool of num_places tokens that nobody uses yet.  dtype: of the pool.  most: the most
     tokens of a picture.  Raises UnsupportedModel if neither gives the logits of transformers' own code.
@@ -63,11 +63,14 @@ def probe_pictures(
         )
 
     limits = most, tower.shortest_window
-    for reader.block_limits, tower.model.attention.only_windows in (
-        (None, False),
-        (limits, False),
-        (limits, True),
-    ):
+    ways = (
+        (None, False),  # causally
+        (limits, False),  # to each other in all layers
+        (limits, True),  # to each other in layers with a window
+    )
+    for block_limits, only_windows in ways:
+        reader.block_limits = block_limits
+        tower.model.attention.only_windows = only_windows
         try:
             _, prompt = reader.read(text, pictures, lambda _: prompt_ids.tolist())
         except InvalidPrompt as error:
@@ -78,4 +81,4 @@ def probe_pictures(
             expected, parts, dtype
         ):
             return
-    raise UnsupportedModel("pictures are seen otherwise than by transformers' own code")
+    raise UnsupportedModel("pictures are seen differently here than in transformers' own code")

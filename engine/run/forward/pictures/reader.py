@@ -43,8 +43,9 @@ class PictureReader:
 
     mark: stands for a picture in a prompt's text; the processor turns it into placeholders.
     positions: makes positions from token ids, their kinds (1 for placeholders) and the sizes of all pictures.
-    names: of the tower's inputs, and of the sizes. The runner sets both when it has a tower.
-    block_limits: if a picture's tokens see each other, the most of them, and where the last one must end, if anywhere.
+    names: of the tower's inputs, and of the sizes. The runner sets positions and names when it has a tower.
+    block_limits: None if a picture's tokens attend causally. If they also attend to each other: the most tokens of a
+        picture, and the token at which the last picture must have ended, or None.
     """
 
     positions: Positions
@@ -52,7 +53,7 @@ class PictureReader:
     block_limits: tuple[int, int | None] | None = None
 
     def __init__(self, folder: Path) -> None:
-        """Raise whatever transformers raises for files that make no processor."""
+        """Open the folder's processor. Raises whatever transformers raises if the files make none."""
         self.processor = open_processor(folder)
         self.mark: str = getattr(
             self.processor, "image_placeholder_token", self.processor.image_token
@@ -65,12 +66,12 @@ class PictureReader:
         self._key_ids: dict[bytes, int] = {}
         self._next_id = count(1)
         self._lock = Lock()
-        self._frame = self.mark
+        self._frame = self.mark  # what stands for a picture in a prompt of parts: see learn_frame
 
     def learn_frame(self, tokenizer: Tokenizer) -> None:
         """Learn what the chat template puts around a picture, for pictures in prompts without a template too.
 
-        From then on this tokenizer reads a picture's mark in a value as text.
+        From then on this tokenizer reads a mark that a user's text holds as plain text.
         """
         tokenizer.add_control_texts({self.mark, self._placeholder} - {""})
         parts = [{"type": "text", "text": LEFT}, {"type": "image"}, {"type": "text", "text": RIGHT}]
@@ -135,45 +136,49 @@ class PictureReader:
         return token_ids, PromptPictures(tuple(seen), rows, key_ids, positions, blocks)
 
     def _blocks(self, seen: list[SeenPicture], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return PromptPictures.blocks. Raises InvalidPrompt for blocks that cannot be computed exactly."""
+        """Return the first row and the end of each block of rows that see each other, [blocks, 2] int64.
+
+        Raises InvalidPrompt for blocks that cannot be computed exactly.
+        """
         if self.block_limits is None:
             return np.zeros((0, 2), np.int64)
         firsts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
         ends = np.append(firsts[1:], len(rows))
         blocks = np.stack((rows[firsts], rows[ends - 1] + 1), axis=1)
-        most, last = self.block_limits
+        longest, last_end = self.block_limits
         picture_bounds = np.cumsum([0, *(picture.num_rows for picture in seen)])
-        if len(np.setdiff1d(picture_bounds[:-1], firsts)):
+        if len(np.setdiff1d(picture_bounds[:-1], firsts)):  # a picture begins within a block
             raise InvalidPrompt(
                 "this model sees pictures without a text between them as one: put a text there"
             )
-        if (blocks[:, 1] - blocks[:, 0]).max() > most:
+        if (blocks[:, 1] - blocks[:, 0]).max() > longest:
             raise InvalidPrompt(
-                f"a picture takes more than the {most} tokens of a step: raise max_num_batched_tokens"
+                f"a picture takes more than the {longest} tokens of a step: raise max_num_batched_tokens"
             )
-        if last is not None and blocks[-1, 1] > last:
+        if last_end is not None and blocks[-1, 1] > last_end:
             raise InvalidPrompt(
-                f"a picture ends at token {blocks[-1, 1]}: this model sees pictures as a whole in windows of {last} "
-                "tokens, which is built for pictures that end within the first one"
+                f"a picture ends at token {blocks[-1, 1]}: this model sees pictures as a whole in windows of "
+                f"{last_end} tokens, which is built for pictures that end within the first one"
             )
         return blocks
 
     def joint_inputs(self, text: str, pictures: list[Picture]) -> dict[str, Any]:
         """Return the inputs that transformers' own model takes for a whole prompt."""
-        more = {"return_mm_token_type_ids": True} if self.names[1] else {}
+        _, size_names = self.names
+        more = {"return_mm_token_type_ids": True} if size_names else {}
         return dict(
             self.processor(text=[text], images=_images(pictures), return_tensors="pt", **more)
         )
 
     def _see(self, picture: Picture) -> SeenPicture:
-        name = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
+        digest = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
         with self._lock:
-            known = self._known.get(name)
+            known = self._known.get(digest)
         if known is not None:
             return known
-        made = self._process(picture, name)
+        made = self._process(picture, digest)
         with self._lock:
-            return self._known.setdefault(name, made)
+            return self._known.setdefault(digest, made)
 
     def _process(self, picture: Picture, digest: bytes) -> SeenPicture:
         """Make a tower's inputs. Raises InvalidPrompt for a picture that the processor refuses."""
@@ -217,7 +222,7 @@ def _placeholder_id(folder: Path) -> int:
 
 
 def _images(pictures: list[Picture]) -> list[Any]:
-    """Make Pillow images: of an array a processor has to guess, by its shape, which axis has the colours."""
+    """Make Pillow images. From an array, a processor would have to guess which axis has the colours."""
     from PIL import Image
 
     return [Image.fromarray(picture) for picture in pictures]
@@ -234,33 +239,38 @@ def open_processor(folder: Path) -> Any:
     auto: Any = processing_auto
     opened: Any = transformers.AutoImageProcessor
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    said = {
+    values_by_file = {
         name: read_json(folder / name)
         for name in (*FILES, "tokenizer_config.json")
         if (folder / name).is_file()
     }
     class_names = [
-        values["processor_class"] for values in said.values() if values.get("processor_class")
+        values["processor_class"]
+        for values in values_by_file.values()
+        if values.get("processor_class")
     ]
     class_names.append(
         auto.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json")["model_type"])
     )
-    kind: Any = getattr(transformers, class_names[0])
-    values = said.get(FILES[1], {})
+    processor_class: Any = getattr(transformers, class_names[0])
+    values = values_by_file.get(FILES[1], {})
     values.pop("audio_tokenizer", None)  # it names a model that would be loaded from anywhere
-    parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
+    parts: dict[str, Any] = dict.fromkeys(processor_class.get_attributes())
     parts["image_processor"] = opened.from_pretrained(str(folder), backend="pil", **local)
     parts["tokenizer"] = open_tokenizer(folder)
-    without: Any = type(
-        kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None}
+    # a subclass that lets parts be None
+    unchecked: Any = type(
+        processor_class.__name__,
+        (processor_class,),
+        {"check_argument_for_proper_class": lambda *_: None},
     )
-    return without.from_args_and_dict(list(parts.values()), values)
+    return unchecked.from_args_and_dict(list(parts.values()), values)
 
 
 def find_reader(
     folder: Path, model: ModelConfig, path: ModelPath
 ) -> tuple[ModelConfig, ModelPath, PictureReader | None]:
-    """Return a checkpoint's configuration, its path, and what reads its pictures, or None if nothing does."""
+    """Return a checkpoint's configuration, its path, and the reader of its pictures, or None if it reads none."""
     if path.is_single_pass or not any((folder / name).is_file() for name in FILES):
         return model, path, None
     try:

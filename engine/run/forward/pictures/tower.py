@@ -24,14 +24,18 @@ BY_LAYER = "deepstack_features"
 
 
 class _Form(NamedTuple):
-    """The form of a tower's output. num_dims: of the tensor of features, 0 for a list. has_layers: others by layer."""
+    """The form of a tower's output.
+
+    num_dims: dimensions of the features' tensor; 0 if they are a list.  has_layers: whether features for more layers
+    come with them.
+    """
 
     kind: Any
     num_dims: int
     has_layers: bool
 
     def output(self, features: list[Tensor]) -> Any:
-        """Write features, [rows, hidden] each, as the tower would."""
+        """Put features, [rows, hidden] each, into an output of this form."""
         rows, *layers = features
         written: dict[str, Any] = {ROWS: [rows]}
         if self.num_dims == 2:
@@ -85,7 +89,7 @@ class Tower:
 
     @property
     def names(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The names of the tower's inputs, and of the sizes from which positions are made."""
+        """Two sets: the names of the tower's inputs, and of the pictures' sizes, from which positions are made."""
         sizes = (
             inspect.signature(self._body.get_rope_index).parameters if self.has_positions else {}
         )
@@ -137,29 +141,32 @@ class Tower:
             positions = upload([step.positions], self.device)[0][:, None]
         if not step.parts:
             return PictureRows({}, positions)
-        of_each = [
+        features_of_each = [
             [values[first:end] for values in picture.features or ()]
             for picture, first, end in step.parts
         ]
-        features = [torch.cat(parts).to(self.device) for parts in zip(*of_each, strict=True)]
+        features = [
+            torch.cat(parts).to(self.device) for parts in zip(*features_of_each, strict=True)
+        ]
         places = (token_ids == self._placeholder_id).nonzero()[:, 0]
-        if len(places) > len(step.rows):  # the model has generated some, which stand for no picture
+        if len(places) > len(step.rows):
+            # the model has generated placeholders, which stand for no picture
             (rows,) = upload([step.rows], self.device)
             embedded = self._body.get_input_embeddings()(token_ids[places])
             wholes = [
                 embedded,
                 *(part.new_zeros(len(places), part.shape[1]) for part in features[1:]),
             ]
-            at = torch.searchsorted(places, rows)
+            picture_places = torch.searchsorted(places, rows)
             features = [
-                whole.index_copy(0, at, part.to(whole.dtype))
+                whole.index_copy(0, picture_places, part.to(whole.dtype))
                 for whole, part in zip(wholes, features, strict=True)
             ]
         assert self._form is not None, "there are features"
         return PictureRows({GIVEN: {"image": self._form.output(features)}}, positions)
 
     def to_device(self, value: Any) -> Any:
-        """Bring an input to the model's device, numbers in its dtype."""
+        """Move an input to the model's device. Floating-point tensors also take the model's dtype."""
         if not isinstance(value, Tensor):
             return value
         return value.to(self.device, self._dtype if value.is_floating_point() else None)

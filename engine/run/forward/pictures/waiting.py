@@ -27,33 +27,35 @@ class PictureQueue:
         insort(self._waiting, seq, key=lambda waiting: waiting.lane)
 
     def look(self) -> list[Sequence]:
-        """Compute pictures for about MAX_SECONDS, one at least; return sequences that are ready, or have failed."""
+        """Compute pictures for about MAX_SECONDS, at least one; return the sequences that are ready or have failed."""
         self._ready = [seq for seq in self._ready if seq.status is SequenceStatus.WAITING]
         began = time.perf_counter()
-        last = 0.0
+        last_seconds = 0.0  # that the picture before took
         looked_at: list[Sequence] = []
         while self._waiting:
             seq = self._waiting[0]
-            if sum(other.lane <= seq.lane for other in (*self._ready, *looked_at)) >= MAX_READY:
+            ready = [other for other in (*self._ready, *looked_at) if other.lane <= seq.lane]
+            if len(ready) >= MAX_READY:
                 break
             assert seq.pictures is not None
             pictures = seq.pictures.seen
             missing = next((picture for picture in pictures if picture.features is None), None)
             if missing is not None and seq.status is SequenceStatus.HELD:
                 elapsed = time.perf_counter() - began
-                if last and elapsed + last > MAX_SECONDS:
+                if last_seconds and elapsed + last_seconds > MAX_SECONDS:
                     break
                 try:
                     self._tower.look(missing)
                 except Exception as error:  # noqa: BLE001 - whatever one picture makes the tower raise
                     seq.fail(error)
                 else:
-                    last = time.perf_counter() - began - elapsed
+                    last_seconds = time.perf_counter() - began - elapsed
                     continue
             del self._waiting[0]
             if seq.status is SequenceStatus.HELD:
                 looked_at.append(seq)
-                for picture in seq.pictures.seen if seq.error is None else ():
-                    self._tower.look(picture)  # marks it as used last
+                if seq.error is None:
+                    for picture in pictures:
+                        self._tower.look(picture)  # marks it as used last
         self._ready += [seq for seq in looked_at if seq.error is None]
         return looked_at
