@@ -23,7 +23,11 @@ def decay_rate(temperature: Tensor) -> Tensor:
 
 
 def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
-    """Return weights of logits, int64. highest, rate: [rows, 1] float32; highest is each row's highest logit."""
+    """Return each logit's weight, in proportion to exp((logit - highest) / temperature): int64, as logits in shape.
+
+    highest, rate: [rows, 1] float32, each row's highest logit and its `decay_rate`. The power's exponent is set bit by
+    bit and its mantissa comes from a polynomial, so that every device computes the same weight.
+    """
     exponents = torch.sub(logits, highest).mul_(rate).clamp_(min=LOWEST_EXPONENT).to(torch.int32)
     mantissas = exponents.bitwise_and(MANTISSA).bitwise_or_(ONE).view(torch.float32)
     first, *middle, last = COEFFICIENTS
@@ -54,7 +58,7 @@ ROUNDS = 10
 def philox4x32(
     counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
 ) -> tuple[Words, ...]:
-    """Run ten rounds over arrays of counters and keys; return the four output words of each."""
+    """Run Philox 4x32 with its ten rounds over arrays of counters and keys; return the four output words of each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

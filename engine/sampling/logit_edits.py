@@ -55,7 +55,7 @@ class LogitEdits:
         return replace(self, rows=rows, pending=np.stack((self.pending[:, 0], tokens), axis=1))
 
     def without_masks(self) -> LogitEdits | None:
-        """Return the other edits, None if there are none."""
+        """Return the edits without those of `masked`; None if nothing is left."""
         unmasked = (self.banned, self.banned_behind, self.biased, self.penalized)
         return replace(self, masked=self.masked[:0]) if any(map(len, unmasked)) else None
 
@@ -69,13 +69,13 @@ def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
 
 @dataclass
 class EditParts:
-    """LogitEdits while they are collected, place after place: for each part a place and its arrays."""
+    """LogitEdits while they are collected, place after place. Most lists hold pairs of a place and its entries."""
 
     pending: list[tuple[int, int]] = field(default_factory=list)
-    #: By id, since many rows share one: its index, and itself.
+    #: Each mask's index, and the mask, by the mask object's id(): many rows share one mask object.
     masks: dict[int, tuple[int, NDArray[np.int32]]] = field(default_factory=dict)
     masked: list[tuple[int, int]] = field(default_factory=list)
-    #: Places whose mask is computed later, behind the others.
+    #: Places whose mask is computed later. Those masks come behind all of `masks`.
     later: list[int] = field(default_factory=list)
     banned: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
     banned_behind: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
@@ -93,22 +93,22 @@ class EditParts:
     def penalize(
         self, place: int, penalties: tuple[float, float, float], counted: NDArray[np.int32]
     ) -> None:
-        """Penalize the tokens of a place. counted: [tokens, 2], a token and how often it is there."""
+        """Penalize the tokens of a place. counted: [tokens, 2], each token and its count in the completion."""
         self.counted.append(counted)
         self.penalized.append(place)
         self.penalties.append(penalties)
 
     def joined(self, rows: NDArray[np.int64], num_words: int = 0) -> LogitEdits:
-        """Join all parts. rows: of each place. num_words: of the masks computed later, zeros now."""
+        """Join all parts. rows: the row of each place. num_words: the width of the masks computed later, now zeros."""
         masks = [mask for _, mask in self.masks.values()]
-        now = np.array(self.masked, np.int64).reshape(-1, 2)
-        later = np.arange(len(masks), len(masks) + len(self.later))
-        later = np.stack((np.array(self.later, np.int64), later), axis=1)
+        masked_now = np.array(self.masked, np.int64).reshape(-1, 2)
+        later_indexes = np.arange(len(masks), len(masks) + len(self.later))
+        masked_later = np.stack((np.array(self.later, np.int64), later_indexes), axis=1)
         return LogitEdits(
             rows=rows,
             pending=np.array(self.pending, np.int64).reshape(-1, 2),
             token_masks=_stacked(masks, len(self.later), num_words),
-            masked=np.concatenate((now, later)),
+            masked=np.concatenate((masked_now, masked_later)),
             banned=_joined(sorted(self.banned, key=itemgetter(0)), 1, np.int64),
             banned_behind=_joined(self.banned_behind, 2, np.int64),
             biased=_joined(self.biased, 1, np.int64),
@@ -144,15 +144,16 @@ TokenIds = tuple[int, ...]
 
 
 class BadWords:
-    """One request's bad words. A word's last token is banned behind its other tokens."""
+    """One request's bad words. A word's last token is banned wherever its other tokens stand before it."""
 
     def __init__(self, words: Iterable[TokenIds]) -> None:
-        """words: each as tokens, one at least."""
+        """words: each as one or more token ids."""
         words = list(dict.fromkeys(words))
         self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
-        self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
-        # Words of three tokens or more, by the token before that one.
+        # Words of two tokens or more, by their last token but one.
+        self._by_known: dict[int, list[TokenIds]] = {}
+        # Words of three tokens or more, by their last token but two.
         self._by_second: dict[int, list[TokenIds]] = {}
         for word in words:
             if len(word) > 1:
@@ -193,10 +194,13 @@ FIRST_ROOM = 64
 
 
 class TokenCounts:
-    """Counts each token, in an array that grows; the last entry is of token -1, for a pending one."""
+    """Counts each token of the completion, in an array that grows.
+
+    Behind the counted tokens stands an entry of token -1, for a pending token.
+    """
 
     def __init__(self, prompt_token_ids: NDArray[np.int32], start: int) -> None:
-        """prompt_token_ids: [tokens], each once; they have entries at once. start: where the completion begins."""
+        """prompt_token_ids: [tokens], each once; each has a count of 0 at first. start: where the completion begins."""
         self._num_counted = start
         self._size = len(prompt_token_ids)
         self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
@@ -205,20 +209,22 @@ class TokenCounts:
         self._index = {token_id: i for i, token_id in enumerate(prompt_token_ids.tolist())}
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Count the tokens of the completion that are new. token_ids: all known ones."""
+        """Count the completion's tokens that are not counted yet. token_ids: all known tokens of the sequence."""
         for token_id in token_ids[self._num_counted :]:
-            place = self._index.setdefault(token_id, self._size)
-            if place == self._size:
+            index = self._index.setdefault(token_id, self._size)
+            if index == self._size:
                 self._size += 1
                 if self._size == len(self._entries):
                     self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
-                self._entries[place : place + 2, 0] = token_id, -1
-            self._entries[place, 1] += 1
+                self._entries[index, 0] = token_id
+                self._entries[index + 1, 0] = -1  # the pending token's entry moves back by one
+            self._entries[index, 1] += 1
         self._num_counted = len(token_ids)
 
     def entries(self, *, with_pending: bool) -> NDArray[np.int32]:
-        """Return [tokens, 2]: a token, and its count; to be copied before the next `add`."""
-        return self._entries[: self._size + with_pending]
+        """Return [tokens, 2], each token and its count. The array changes with the next `add`."""
+        num_entries = self._size + 1 if with_pending else self._size
+        return self._entries[:num_entries]
 
 
 @dataclass(frozen=True)
@@ -226,7 +232,8 @@ class RequestEdits:
     """The edits shared by all samples and tokens of a request.
 
     mask: as of LogitEdits.token_masks, None if all tokens are allowed.  biased: [biased] int64 token ids.
-    penalties: presence, frequency, repetition.  prompt_token_ids: of the prompt, each once, for penalties.
+    penalties: presence, frequency, repetition.
+    prompt_token_ids: each token of the prompt once, if repetition is penalized; else empty.
     """
 
     mask: NDArray[np.int32] | None
@@ -244,7 +251,10 @@ class RequestEdits:
         vocab_size: int,
         bad_words: Iterable[TokenIds],
     ) -> RequestEdits | None:
-        """Return a request's edits, None if it has none. Under a grammar, its masks see to the allowed tokens."""
+        """Return a request's edits, None if it has none.
+
+        With structured outputs, allowed_token_ids are left out here: the grammar's masks take them into account.
+        """
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen

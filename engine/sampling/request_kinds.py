@@ -124,7 +124,7 @@ def _read(number: int, continuation: object) -> str | Sequence[int]:
 
 @dataclass(frozen=True)
 class ClassParams:
-    """Ask for a text's classes, of a checkpoint with a head. Raises InvalidSampling for an impossible value.
+    """Ask for a text's classes, from a checkpoint that classifies. Raises InvalidSampling for an impossible value.
 
     pair: a second text, such as the document behind a query.
     truncate_prompt_tokens: read only this many of a single text's first tokens, special ones included; -1 reads as

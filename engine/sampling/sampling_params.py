@@ -185,7 +185,7 @@ class SamplingParams:
         """Build from names and values that came from outside, such as a job's keyword arguments.
 
         A value of None stands for the default. Raises InvalidSampling for a name that is unknown or not built
-        yet; none is ever ignored.
+        yet: no name is ignored.
         """
         for name in mapping:
             if name not in _NAMES:
@@ -196,23 +196,22 @@ class SamplingParams:
                     f"{brief(name)} {problem}; {hint}accepted are {', '.join(_NAMES)}"
                 )
         values = {name: value for name, value in mapping.items() if value is not None}
-        if not _is_plain(values):  # numbers of numpy, for example, which marshal takes for bytes
+        if not _is_plain(values):  # such as a number of numpy, which marshal would write as bytes
             return cls(**values)
         try:
             key = marshal.dumps(values, 2)  # without references: equal values have equal bytes
-        except ValueError:  # it holds what is no plain value
+        except ValueError:  # a value that marshal cannot write, such as lists nested too deeply
             return cls(**values)
         return _remembered(key) if len(key) <= MAX_KEY_BYTES else cls(**values)
 
 
 def _is_plain(value: object) -> bool:
+    """Whether a value consists of Python's own mappings, lists, numbers and texts alone."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return (
-        all(map(_is_plain, value))
-        if isinstance(value, list | tuple)
-        else type(value) in (bool, int, float, str)
-    )
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int, float, str)
 
 
 def check_truncation(truncate_prompt_tokens: int | None) -> None:

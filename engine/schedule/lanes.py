@@ -68,7 +68,7 @@ class RunningList:
         self._lanes = None
 
     def remove(self, gone: Iterable[Sequence]) -> None:
-        """Take out some of them; all must be there."""
+        """Take out these sequences, which must all be in the list."""
         leaving = set(gone)
         self._seqs = [seq for seq in self._seqs if seq not in leaving]
         self._lanes = None
@@ -82,14 +82,14 @@ class RunningList:
         self._lanes = {}
 
     def move(self, seq: Sequence, lane: int) -> None:
-        """Move one of them to another lane."""
+        """Move a running sequence to another lane."""
         self._seqs.remove(seq)
         seq.lane = lane
         self.add(seq)
 
 
 def urgency(seq: Sequence) -> tuple[int, int]:
-    """Return a key that sorts sequences, the most urgent first."""
+    """Return a sort key that puts the most urgent sequence first."""
     return seq.lane, seq.arrival
 
 
@@ -104,9 +104,9 @@ class AdmissionGate:
     """
 
     def __init__(self, *, batches: bool) -> None:
-        """batches: whether the gate ever closes."""
+        """batches: admit sequences in batches; without it the gate never closes."""
         self._batches = batches
-        self._lane: int | None = None  # the most urgent lane that it is closed to
+        self._lane: int | None = None  # the most urgent lane kept out; None while the gate is open
         self._num_left = 0
         self._num_steps = 0
 

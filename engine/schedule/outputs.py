@@ -96,8 +96,8 @@ class Completion:
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
     logprobs: if wanted, for each of token_ids a dict by token id: its own first, then the most likely ones.
     embedding: with PoolingParams, float32; such a completion has no token.
-    class_scores: with ClassParams, each class's probability by its label. A single class has the head's number, which
-        for two texts is turned into a probability, unless the checkpoint says otherwise.
+    class_scores: with ClassParams, each class's probability by its label. For a head of a single class it is the head's
+        number. For two texts that number is turned into a probability, unless the checkpoint says otherwise.
     reasoning: with SamplingParams.separate_reasoning, the reasoning span, which `text` then leaves out.
     tool_calls: with SamplingParams.tools, the calls, as {"name", "arguments": their JSON}. `text` leaves them out.
     tool_call_error: why something that looks like a call is no call. It stays in `text`.

@@ -1,4 +1,4 @@
-"""The pictures of a prompt, and those of a step. Their features are tensors, which are only handed on here."""
+"""The pictures of a prompt, and those of a step. This module passes their features on and never computes with them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class SeenPicture:
 class PromptPictures:
     """The pictures of a prompt, in order.
 
-    rows: [placeholders] int64, their places among its tokens.  key_ids: its tokens as block keys have them.
-    positions: [3, tokens] int64, of models whose tokens have three positions; else None.
-    blocks: [blocks, 2] int64, the first and the end of tokens that all see each other: no chunk ends inside one.
+    rows: [placeholders] int64, the index of each placeholder among the prompt's tokens.
+    key_ids: the prompt's tokens as block keys have them.
+    positions: [3, tokens] int64 for a model whose tokens have three positions each; else None.
+    blocks: [blocks, 2] int64, the start and end of each run of tokens that all see each other. No prefill chunk ends
+    inside a run.
     """
 
     seen: tuple[SeenPicture, ...]
@@ -49,10 +51,12 @@ class PromptPictures:
 
     @property
     def shift(self) -> int:
-        """How much higher the positions of tokens behind the prompt are than their places."""
-        return (
-            0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
-        )
+        """What to add to the index of a token behind the prompt to get its position."""
+        if self.positions is None:
+            return 0
+        next_position = int(self.positions.max()) + 1
+        next_index = self.positions.shape[1]
+        return next_position - next_index
 
     def within(
         self, start: int, end: int
@@ -78,8 +82,9 @@ Part = tuple[SeenPicture, int, int]
 class StepPictures:
     """The pictures of a step's tokens.
 
-    rows: [rows] int64, the step's placeholders, in order.  parts: their features.  positions: [3, tokens] int64, or
-    None.  blocks: [blocks, 2] int64, the first and the end of rows that all see each other.
+    rows: [rows] int64, the rows of the step's placeholders, in order.  parts: where their features are.
+    positions: [3, tokens] int64; None if every token's position is its index in its sequence.
+    blocks: [blocks, 2] int64, the start and end of each run of rows that all see each other.
     """
 
     rows: NDArray[np.int64]

@@ -12,7 +12,7 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """Collects one sequence's vector. next: the place of the first hidden state that no launched step computes."""
+    """Collects one sequence's vector, step by step. next: how many of its tokens launched steps have pooled."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class PooledStates:
         normalize: bool = False,
         project: Callable[[Vector], Vector] | None = None,
     ) -> None:
-        """modes: of Pooling.  num_tokens: of the sequence.  dimensions: how many are kept, None for all.
+        """modes: as in Pooling.  num_tokens: of the sequence.  dimensions: how many numbers to keep, None for all.
 
         project: turns the pooled states into the vector that is cut and normalised.
         """
@@ -47,11 +47,11 @@ class PooledStates:
         return range(self.next, min(num_tokens, self._end))
 
     def forget(self) -> None:
-        """Drop the states of launched steps, which will not come."""
+        """Go back to the last state that was added: the launched steps that have not run will not run."""
         self.next = self._first + self._num_rows
 
     def add(self, pooled: NDArray[np.float32], num_rows: int) -> None:
-        """Add a step's pooled states of the next num_rows tokens: [modes * hidden], by `pool`."""
+        """Add a step's pooled states of the next num_rows tokens. pooled: [modes * hidden], one vector after another."""
         new = pooled.reshape(len(self._modes), -1)
         if self._vectors is None:
             self._vectors = new.copy()

@@ -106,7 +106,7 @@ class ScheduledBatch:
 
     @cached_property
     def seqs(self) -> list[Sequence]:
-        """The sequences of a scheduled step, decodes first, those with guesses last."""
+        """The step's sequences, to be read once all are scheduled: decodes first, those with guesses last."""
         return self.decodes + self.prefills + [draft.seq for draft in self.drafted]
 
     @cached_property
@@ -119,18 +119,17 @@ class ScheduledBatch:
 
     @cached_property
     def num_new_tokens(self) -> NDArray[np.int64]:
-        """[seqs] int64, the tokens to compute for each."""
+        """[seqs] int64, how many tokens to compute for each sequence."""
         later_lens = self.prefill_lens + [1 + len(draft.guesses) for draft in self.drafted]
         return np.concatenate((np.ones_like(self.decode_slots), np.array(later_lens, np.int64)))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """[seqs] bool, whether each samples its next token, and no more behind guesses."""
+        """[seqs] bool, whether each sequence samples exactly one token; False for those with guesses."""
+        num_decodes = len(self.decodes)
         samples = np.zeros(len(self.seqs), np.bool_)
-        samples[: len(self.decodes) + len(self.prefills)] = [
-            *[True] * len(self.decodes),
-            *self.prefill_samples,
-        ]
+        samples[:num_decodes] = True
+        samples[num_decodes : num_decodes + len(self.prefills)] = self.prefill_samples
         return samples
 
     @cached_property
@@ -150,9 +149,9 @@ class ScheduledBatch:
 
     @cached_property
     def num_guessed(self) -> int:
-        """The number of rows of `drafted`."""
+        """The number of rows of `drafted`: each sequence's last token, and its guesses."""
         return sum(1 + len(draft.guesses) for draft in self.drafted)
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
-        """Yield each of `prefills`, its tokens to compute, and whether it samples then."""
+        """Yield each of `prefills`, how many of its tokens to compute, and whether it then samples."""
         return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)

@@ -11,8 +11,9 @@ the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
 launched, with a pending token for each sequence that samples; `receive` fills the tokens in. A sequence that
-reaches max_len gives up slot and blocks as soon as that step is launched: the sequence that takes them writes in
-a later launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
+reaches max_len gives up slot and blocks as soon as its last step is launched: another sequence may take them, as its
+step is launched later and launches run in order. If a sequence ends for another reason, the step launched after that
+has computed one token too many for it, and this token is dropped.
 """
 
 import time
@@ -67,7 +68,7 @@ class Scheduler:
         self._num_arrivals = 0
         # Scheduled and not received, the oldest first.
         self.in_flight: deque[ScheduledBatch] = deque()
-        # Request ids, as sequences are first admitted. The engine empties it.
+        # The request id of each sequence that was admitted for the first time. The engine empties this list.
         self.first_scheduled: list[str] = []
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
@@ -82,9 +83,10 @@ class Scheduler:
         return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence in its lane. It is shorter than max_model_len, or as long if it generates no token.
+        """Queue a sequence in its lane.
 
-        A sequence that was held after it had been queued keeps its arrival.
+        It must leave room for a token below max_model_len if it generates. A sequence that was held after it had been
+        queued keeps its place in the order of arrival.
         """
         assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
         self.blocks.extend_keys(seq)
@@ -151,10 +153,9 @@ class Scheduler:
             seq.num_tokens += samples
             if seq.num_computed_tokens == seq.num_tokens:
                 batch.ending.append(seq)
-        at_end = (
-            self.slots.num_tokens[batch.sampling_slots] >= self.slots.max_len[batch.sampling_slots]
-        )
-        ending = [batch.sampling[i] for i in np.flatnonzero(at_end).tolist()] + batch.ending
+        num_tokens = self.slots.num_tokens[batch.sampling_slots]
+        is_at_end = num_tokens >= self.slots.max_len[batch.sampling_slots]
+        ending = [batch.sampling[i] for i in np.flatnonzero(is_at_end).tolist()] + batch.ending
         if ending:
             self.running.remove(ending)
             self._gate.count_left(len(ending))
@@ -170,8 +171,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Fill in the tokens of the oldest step in flight, which has run; return the sequences that finished.
 
-        token_ids: [samples] int64. logprobs: of the samples and then of the scored tokens, if any. pooled: of the
-        sequences with rows for it.
+        token_ids: [samples] int64. logprobs: of the samples and then of the scored tokens, if any.
+        pooled: a row for each sequence of `batch.pooled`.
         """
         batch = self.in_flight.popleft()
         if logprobs is not None:
@@ -243,8 +244,10 @@ class Scheduler:
         self.running.clear()
 
     def split(self) -> None:
-        """Split the first step in flight, which is not launched, into two that do the same."""
-        self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
+        """Split the first step in flight, which is not launched, into two steps that together do the same."""
+        first, second = self.in_flight.popleft().split()
+        self.in_flight.appendleft(second)
+        self.in_flight.appendleft(first)
 
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
         """Make a step of the engine's own short sequence, while none runs; `release_control` follows."""
@@ -260,7 +263,7 @@ class Scheduler:
         return ScheduledBatch(states=None if self.blocks.snapshots is None else StateMoves())
 
     def release_control(self, seq: Sequence) -> None:
-        """Free the slot and blocks of `schedule_control`, also after it raised."""
+        """Free the slot and blocks that `schedule_control` gave to `seq`, if any: it may have raised."""
         if seq.slot >= 0:
             self._release(seq)
 
@@ -343,8 +346,9 @@ class Scheduler:
             while not ends and new == guesses[: len(new)]:
                 token_id = sampled[len(new)]
                 if token_id < 0 and new:
-                    break  # a step without guesses finds out why
-                self.generation_tokens += not seq.forced
+                    break  # no token could be chosen behind a guess; a step without guesses finds out why
+                if not seq.forced:
+                    self.generation_tokens += 1
                 ends = seq.learn(token_id).ends
                 new = seq.token_ids[num_before:]
             if ends:
@@ -359,6 +363,7 @@ class Scheduler:
         return finished
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
+        """Add the sequence's next prefill chunk to the step, if one fits the budget."""
         num_new_tokens = self._chunk(seq, seq.num_computed_tokens, budget)
         if num_new_tokens <= 0:
             return
@@ -373,7 +378,9 @@ class Scheduler:
     def _chunk(self, seq: Sequence, start: int, budget: int) -> int:
         """Return how many tokens from place `start` on to compute: `budget` at most, and no picture cut in two."""
         end = min(seq.num_tokens, start + budget)
-        return (end if seq.pictures is None else seq.pictures.whole_until(end)) - start
+        if seq.pictures is not None:
+            end = seq.pictures.whole_until(end)
+        return end - start
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         """Publish the known blocks that are full once `num_tokens` are computed."""
@@ -406,8 +413,8 @@ class Scheduler:
                 return  # it was preempted just now, and waits for its token of the running step
             if self._in_one_step and seq.num_tokens > budget:
                 return
-            may_take = len(self.running) > 0 and self.running.last.lane > lane
-            if self._gate.holds(lane) and not may_take:
+            may_preempt = len(self.running) > 0 and self.running.last.lane > lane
+            if self._gate.holds(lane) and not may_preempt:
                 return
             cached = self.blocks.find_cached(seq)
             if self._chunk(seq, len(cached) * self.blocks.block_size, budget) <= 0:
@@ -417,7 +424,7 @@ class Scheduler:
                 self._gate.close(lane)
                 return
             if tail is not None and self.blocks.num_missing(seq, cached, tail) > 0:
-                tail = None  # its block is the last free one: the sequence needs it itself
+                tail = None  # the block to copy from is the last free one, and the sequence needs it for itself
             copy = self.blocks.allocate(seq, cached, tail)
             self.slots.assign(seq)
             if batch.states is not None:
@@ -439,25 +446,28 @@ class Scheduler:
         """Preempt less urgent sequences if `seq` needs it; return whether it fits, with blocks for others to grow."""
         num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
         if self.slots.num_free and num_spare >= len(self.running):
-            return True  # whatever is cached, and whichever sequences grow
-        missing = self.blocks.num_missing(seq, cached)
+            return (
+                True  # even if nothing is cached, and every running sequence takes one more block
+            )
+        num_missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
-        if self.slots.num_free and missing <= 0:
+        if self.slots.num_free and num_missing <= 0:
+            num_left = -num_missing
             size = self.blocks.block_size
             num_growing = sum(
                 other.max_len > len(other.block_table) * size for other in self.running
             )
-            return bool(victims) or -missing >= num_growing
-        if not victims or (
-            missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing
-        ):
+            return bool(victims) or num_left >= num_growing
+        if not victims:
+            return False
+        if num_missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < num_missing:
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
             self._preempt()
         return True
 
     def _grow(self, seq: Sequence) -> None:
-        """Give `seq` blocks for all its tokens, preempting others if need be, or `seq` itself as the least urgent."""
+        """Give `seq` blocks for all its tokens. While none is free, preempt the least urgent sequence, maybe `seq`."""
         while seq.num_tokens > len(seq.block_table) * self.blocks.block_size:
             while not self.blocks.num_free_blocks:
                 if self._preempt() is seq:
@@ -504,23 +514,24 @@ class Scheduler:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
-        """Hand a token to its sequence; return whether that ends it."""
+        """Hand a sampled token to its sequence; return whether that ends the sequence."""
         learned = seq.learn(token_id)
-        if learned.num_right is not None:
+        if learned.num_right is not None:  # launched steps computed other tokens than it has now
             seq.num_stale += learned.num_dropped
             self._go_back(seq, learned.num_right)
         return learned.ends
 
     def _go_back(self, seq: Sequence, num_right: int) -> None:
-        """Have a sequence computed again behind its first num_right tokens: others were forced than sampled."""
+        """Compute a sequence again behind its first num_right tokens: forced tokens replaced those sampled there."""
         seq.num_tokens = len(seq.token_ids)
         num_computed = min(seq.num_computed_tokens, num_right, seq.num_tokens - 1)
         loses_state = num_computed < seq.num_computed_tokens and self.blocks.snapshots is not None
         seq.num_computed_tokens = num_computed
         if seq.status is SequenceStatus.ENDING:
-            self._wait_again(seq)  # it has a token less than it seemed, so it does not end
+            self._wait_again(seq)  # a sample was dropped, so it is not at max_len yet
         elif seq.status is SequenceStatus.RUNNING and loses_state:
-            self.running.remove([seq])  # a state cannot go back: compute it again
+            # A state cannot be taken back to an earlier token, so it is computed again from the start.
+            self.running.remove([seq])
             self._release(seq)
             self._wait_again(seq)
         elif seq.status is SequenceStatus.RUNNING:

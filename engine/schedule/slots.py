@@ -113,11 +113,11 @@ class SlotTable:
         self.rewrite(seq)
 
     def rewrite(self, seq: Sequence) -> None:
-        """Write all tokens of `seq`, none of them pending, as after others were forced than sampled."""
+        """Write all tokens of `seq`, all known: it has just got this slot, or some of its tokens were replaced."""
         slot = seq.slot
-        # The keys of pictures lack the placeholders.
+        # Block keys hold key ids of pictures in place of placeholders, so they give no token ids then.
         keys = seq.block_keys if seq.pictures is None else []
-        # This takes a tenth of a list's time.
+        # Copying the keys' bytes takes a tenth of the time of copying a list of integers.
         packed = np.frombuffer(b"".join([key.tokens for key in keys]), np.int32)
         self.token_ids[slot, : len(packed)] = packed
         self.token_ids[slot, len(packed) : seq.num_tokens] = seq.token_ids[len(packed) :]
@@ -135,7 +135,7 @@ class SlotTable:
         return in_prefill
 
     def awaits_token(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether a grammar cannot go on before a launched step's token is known."""
+        """Return [slots] bool: whether a sequence's grammar must wait for the token of a launched step."""
         awaits: NDArray[np.bool_] = self.is_constrained[slots] & (
             self.num_known[slots] < self.num_tokens[slots]
         )
@@ -166,12 +166,12 @@ class SlotTable:
         self.sample_place[sampling] = np.arange(len(sampling))
 
     def add_known(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Write the first pending token of each of these slots."""
+        """Write the first pending token of each slot: it is known now."""
         self.token_ids[slots, self.num_known[slots]] = token_ids
         self.num_known[slots] += 1
 
     def move_on(self, seq: Sequence, num_new: int) -> None:
-        """Write the last num_new tokens of a sequence that has no pending one."""
+        """Write the last num_new tokens of a sequence that has no pending token, and its counts."""
         slot = seq.slot
         known = seq.num_tokens
         self.token_ids[slot, known - num_new : known] = seq.token_ids[known - num_new :]
@@ -180,18 +180,18 @@ class SlotTable:
 
     def may_draft(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return [slots] bool: whether a sequence's tokens may be guessed."""
-        is_alone = self.is_free[slots] & (self.sample_top[slots] == NOT_WANTED)
-        may_draft: NDArray[np.bool_] = is_alone & (self.num_tokens[slots] >= self.min_len[slots])
+        wants_logprobs = self.sample_top[slots] != NOT_WANTED
+        may_end = self.num_tokens[slots] >= self.min_len[slots]  # no ban of end tokens any more
+        may_draft: NDArray[np.bool_] = self.is_free[slots] & ~wants_logprobs & may_end
         return may_draft
 
     def may_end(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether a sequence may end with this token, and must be looked at.
+        """Return [slots] bool: whether a sequence may end with this token, so that it must be looked at by itself.
 
-        token_ids: [slots] int64, the first pending token of each.
+        token_ids: [slots] int64, the first pending token of each sequence.
         """
         is_end_token = (self.end_token_ids[slots] == token_ids[:, None]).any(axis=1)
         is_last = self.num_known[slots] + 1 >= self.max_len[slots]
-        may_end: NDArray[np.bool_] = (
-            is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
-        )
+        is_failed = token_ids < 0  # no token could be chosen
+        may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | is_failed
         return may_end

@@ -1,8 +1,8 @@
 """Snapshots: states that were kept behind full blocks, and where the states of a step come from and go.
 
-A model with states continues a cached prefix only where the state behind it was kept. The pool of states has a row
-for each running sequence, by its slot, and behind those a row for each snapshot. Parts of a step are computed in
-the order in which they were scheduled, so a row may be read, given away and written in one step.
+A model with states continues a cached prefix only where the state behind it was kept. The first rows of the pool of
+states belong to running sequences: a sequence's slot is its row. The rows behind those hold snapshots. Parts of a step
+are computed in the order in which they were scheduled, so one part may read a row that a later part overwrites.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ Save = tuple[int, int]
 
 
 class Snapshots:
-    """Hands out the rows of snapshots, found by the content of the last block before them."""
+    """Hands out rows for snapshots. A snapshot is found by the content of the last block before it."""
 
     def __init__(self, first_row: int, num_rows: int) -> None:
         self.rows = range(first_row, first_row + num_rows)
@@ -32,7 +32,7 @@ class Snapshots:
         return content_id in self._rows
 
     def use(self, content_id: int) -> int:
-        """Return the row of a snapshot, and mark it as used last."""
+        """Return the row of a snapshot, and note that it is now the most recently used one."""
         self._rows.move_to_end(content_id)
         return self._rows[content_id]
 

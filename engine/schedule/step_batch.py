@@ -83,7 +83,7 @@ def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
 
 
 def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
-    """Hand each live sequence its row of a step's pooled states."""
+    """Hand each sequence that is not finished its row of a step's pooled states."""
     for vector, (seq, count) in zip(pooled, batch.pooled, strict=True):
         if seq.status is not SequenceStatus.FINISHED and seq.pooled is not None:
             seq.pooled.add(vector, count)
@@ -96,7 +96,10 @@ CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 def build_logit_edits(
     batch: ScheduledBatch, slots: SlotTable
 ) -> tuple[LogitEdits | None, Callable[[], None] | None]:
-    """Collect the edits of the sequences that sample, and a call that computes their masks later."""
+    """Collect the edits of the sequences that sample, and a call that computes the masks of grammars later.
+
+    A row is an index into the step's samples; a place is an index into the edited rows.
+    """
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOTHING
@@ -107,14 +110,14 @@ def build_logit_edits(
     matchers: list[Matcher] = []
     for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
         seq = batch.sampling[row]
-        only = seq.forced_sample if seq.forced else None
-        if only is not None:
-            parts.biased.append((place, np.array([only], np.int64)))
+        forced_id = seq.forced_sample if seq.forced else None
+        if forced_id is not None:
+            parts.biased.append((place, np.array([forced_id], np.int64)))
             parts.biases.append(CERTAIN)
         elif seq.edits is not None:
             pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
             seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
-        if seq.matcher is not None and only is None:
+        if seq.matcher is not None and forced_id is None:
             assert not seq.num_pending_tokens, (
                 f"{seq!r}: a grammar goes on from tokens that are known"
             )
@@ -126,15 +129,17 @@ def build_logit_edits(
     ):
         if batch.sampling[row].forced_sample is None:
             parts.banned.append((place, banned_ids[banned_ids != NO_TOKEN]))
-    row = len(sampling)
+    first_row = len(sampling)
     for draft in batch.drafted if slots.num_constrained else ():
         matcher = draft.seq.matcher
         if matcher is not None:
-            along = matcher.along(draft.guesses)
-            parts.later += range(len(rows), len(rows) + len(along))
-            rows = np.concatenate((rows, np.arange(row, row + len(along))))
-            matchers += along
-        row += 1 + len(draft.guesses)
+            # one matcher for the row of the last token, and one for each guess's row
+            row_matchers = matcher.along(draft.guesses)
+            num_rows = len(row_matchers)
+            parts.later += range(len(rows), len(rows) + num_rows)
+            rows = np.concatenate((rows, np.arange(first_row, first_row + num_rows)))
+            matchers += row_matchers
+        first_row += 1 + len(draft.guesses)
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)
@@ -213,7 +218,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     num_new = batch.num_new_tokens
     context_lens = slots.num_computed[rows] + num_new
     ends = np.cumsum(num_new)
-    token_rows = rows
+    token_rows = rows  # the slot of each token; one token a sequence
     positions = context_lens - 1
     if batch.prefills or batch.drafted:
         token_rows = np.repeat(rows, num_new)
@@ -224,16 +229,15 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     state_parts = np.zeros((0, 5), np.int64)
     if batch.states is not None:
         state_parts = batch.states.parts(batch.decode_slots, batch.each_prefill())
-    is_pending = (context_lens > slots.num_known[rows]) & (
-        np.arange(len(rows)) < len(rows) - len(batch.drafted)
-    )
+    # The guesses of drafted sequences, which come last, are in the slot table: none of their tokens is pending.
+    is_drafted = np.arange(len(rows)) >= len(rows) - len(batch.drafted)
+    is_pending = (context_lens > slots.num_known[rows]) & ~is_drafted
+    drafted_rows = np.arange(ends[-1] - batch.num_guessed, ends[-1])
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
-        sample_rows=np.concatenate(
-            (ends[batch.samples] - 1, np.arange(ends[-1] - batch.num_guessed, ends[-1]))
-        ),
+        sample_rows=np.concatenate((ends[batch.samples] - 1, drafted_rows)),
         block_tables=slots.block_tables[:, :max_blocks].take(rows, axis=0),
         context_lens=context_lens,
         query_lens=num_new,
@@ -308,11 +312,14 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     rows = batch.sampling_slots
     position = slots.num_tokens[rows]
     if batch.drafted:
+        # A sequence with guesses samples behind its last token and behind each guess.
         counts = batch.num_new_tokens[-len(batch.drafted) :]
         draft_slots = np.repeat(batch.slots[-len(batch.drafted) :], counts)
         rows = np.concatenate((rows, draft_slots))
-        places = np.arange(len(draft_slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.concatenate((position, slots.num_tokens[draft_slots] + places))
+        first_rows = np.repeat(np.cumsum(counts) - counts, counts)
+        num_guesses_before = np.arange(len(draft_slots)) - first_rows
+        draft_position = slots.num_tokens[draft_slots] + num_guesses_before
+        position = np.concatenate((position, draft_position))
     edits, masks = build_logit_edits(batch, slots)
     values = slots.sampling.take(rows)  # ten times as fast as indexing a structured array
     return SamplingBatch(values, position.astype(np.uint64), edits, masks)

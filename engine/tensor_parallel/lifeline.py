@@ -27,9 +27,9 @@ def hold(descriptor: int, *, driver_pid: int, thread_id: int) -> None:
 
 
 def _wait_for_the_end(descriptor: int) -> None:
-    """Leave at once when the driver's end of the socket closes, whatever the main thread waits for."""
+    """End this process at once when the driver's end of the socket closes, whatever the main thread waits for."""
     poll = select.poll()
-    # A closed peer is reported without being asked for, and nothing else is.
+    # 0 asks for no event. A poll reports a closed peer all the same.
     poll.register(descriptor, 0)
     poll.poll()
     os._exit(1)

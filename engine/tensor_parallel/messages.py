@@ -1,7 +1,7 @@
-"""Messages between driver and ranks over a socket: a kind, facts as JSON and arrays, as bytes, never pickled.
+"""Messages between driver and ranks over a socket: a kind, facts and arrays. Nothing is pickled.
 
-Eight bytes say how many follow: a line of JSON (kind, facts, and each array's place in DTYPES and shape), then
-the arrays.
+A message begins with its length, a number of eight bytes. Then comes a line of JSON with the kind, the facts, and the
+dtype and shape of each array; a dtype is its index in DTYPES. The bytes of the arrays follow.
 """
 
 import json
@@ -48,7 +48,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """A message. facts: of START, READY, ADAPTER, LOADED and ERROR.  arrays: of STEP and TOKENS."""
+    """A message. Messages of kind START, READY, ADAPTER, LOADED and ERROR have facts; STEP and TOKENS have arrays."""
 
     kind: Kind
     facts: Any
@@ -64,12 +64,12 @@ def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes
 
 
 def decode(body: bytes | bytearray) -> Message:
-    """Read a message from the bytes behind the length."""
+    """Read a message from its bytes, without the length before them."""
     at = body.index(b"\n") + 1
     kind, facts, forms = json.loads(body[:at])
     arrays: list[Array] = []
     for dtype, shape in forms:
-        # The copy is aligned, wherever the array began.
+        # In the body an array may begin at any byte; its copy is aligned.
         arrays.append(np.ndarray(shape, DTYPES[dtype], body, at).copy())
         at += arrays[-1].nbytes
     return Message(Kind(kind), facts, arrays)
@@ -102,13 +102,11 @@ Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None
 
 
 def pack_tokens(tokens: Tokens) -> list[Array]:
-    """Return the arrays of TOKENS: token ids, pooled states, maybe empty, and log probabilities."""
+    """Return the arrays of TOKENS: token ids, pooled states, and log probabilities. No pooled states are [0, 0]."""
     token_ids, logprobs, pooled = tokens
-    return [
-        token_ids,
-        np.zeros((0, 0), np.float32) if pooled is None else pooled,
-        *_arrays(logprobs),
-    ]
+    if pooled is None:
+        pooled = np.zeros((0, 0), np.float32)
+    return [token_ids, pooled, *_arrays(logprobs)]
 
 
 def unpack_tokens(arrays: list[Array]) -> Tokens:
@@ -122,20 +120,20 @@ def _arrays(part: LogitEdits | RowLogprobs | None) -> list[Array]:
 
 
 class Channel:
-    """Sends and receives whole messages. A peer that has ended shows as an OSError or EOFError."""
+    """Sends and receives whole messages. If the peer has ended, a call raises OSError or EOFError."""
 
     def __init__(self, end: socket.socket, timeout_s: float | None = None) -> None:
-        """timeout_s: how long the peer may take to read a message, or to go on with one it has begun."""
+        """timeout_s: how long a call may wait while the peer reads a message, or goes on sending one."""
         self._socket = end
         self._socket.settimeout(timeout_s)
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The socket's descriptor, for a selector: it is readable when a message or the peer's end comes."""
+        """The socket's descriptor, for a selector: readable once a message comes or the peer closes its end."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send an encoded message, whole also where another thread sends one."""
+        """Send an encoded message. Messages of several threads are sent one after another."""
         with self._sending:
             self._socket.sendall(message)
 
