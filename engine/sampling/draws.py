@@ -18,7 +18,7 @@ from engine.sampling.sampling_rows import SamplingRows
 
 
 def decay_rate(temperature: Tensor) -> Tensor:
-    """Return the factor of logits in `weigh`. temperature: float32 above 0; below 4e-32 it counts as that."""
+    """Return the `rate` of `weigh`. temperature: float32 above 0; a temperature below 4e-32 counts as 4e-32."""
     return torch.div(LOG2_E_STEPS, temperature.clamp(min=LEAST_TEMPERATURE))
 
 
@@ -39,7 +39,7 @@ def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
 
 
 def target(total: Tensor, word: Tensor) -> Tensor:
-    """Return floor(u total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
+    """Return floor(u * total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
     odd = 2 * word + 1
     high = total >> 30
     low = total & (2**30 - 1)

@@ -55,7 +55,7 @@ def _ban(logits: Tensor, edits: Any, last: Tensor | None) -> None:
         logits[edits.rows[place], token] = -torch.inf
     if len(edits.banned_behind) and last is not None:
         place, before, token = edits.banned_behind.unbind(1)
-        # added rather than set: one token may be banned behind several others, of which only one is there
+        # Added, not set: a token may be banned behind several others, and only one of these is the pending token.
         change = torch.zeros(len(place), dtype=logits.dtype, device=logits.device)
         change.masked_fill_(last[place] == before, -torch.inf)
         logits.index_put_((edits.rows[place], token), change, accumulate=True)

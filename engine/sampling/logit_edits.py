@@ -21,15 +21,15 @@ class LogitEdits:
     """Edits of some rows of logits, as numpy arrays, applied in the order of the fields, as in vLLM.
 
     rows: [edited] int64, the edited rows, ascending; a place, below, is an index into these.
-    pending: [pending, 2] int64, a place whose last token was not known when this was built, and which sample of the
-    step launched before is that token; after `placed`, where that token is in a tensor.
+    pending: [pending, 2] int64, a place whose last token was still being sampled when this was built, and the index of
+    that token among the samples of the step launched before. `placed` turns the index into one of a tensor of tokens.
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
     masked: [masked, 2] int64, a place and its mask, each place once. The entries below ascend by place.
     banned: [bans, 2] int64, a place and a token it may not choose.
-    banned_behind: [bans, 3] int64, a place, a token, and another token banned behind it if it is the pending one.
+    banned_behind: [bans, 3] int64, a place and two tokens: if the first is the pending token, the second is banned.
     biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
     penalized: [penalized] int64 places.  penalties: [penalized, 3] float32, presence, frequency, repetition.
-    num_counted: [penalized] int64, the entries of each in `counted`, in this order.
+    num_counted: [penalized] int64, how many entries of `counted` each penalized place has, one place after another.
     counted: [counted, 2] int32, a token of its prompt or completion, and its count in the completion; a pending
     token has an entry of token -1.
     """
@@ -48,9 +48,9 @@ class LogitEdits:
     counted: NDArray[np.int32]
 
     def placed(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> LogitEdits:
-        """Return the edits for other rows of logits, with pending tokens by their places in a tensor.
+        """Return the edits for other rows of logits, and for a tensor that holds the pending tokens.
 
-        rows: [edited] int64.  tokens: [pending] int64.
+        rows: [edited] int64, the new rows.  tokens: [pending] int64, the index of each pending token in that tensor.
         """
         return replace(self, rows=rows, pending=np.stack((self.pending[:, 0], tokens), axis=1))
 
@@ -121,7 +121,10 @@ class EditParts:
 
 
 def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> NDArray[np.int32]:
-    """Stack the masks, and num_later masks of zeros: [masks, words of the longest]."""
+    """Stack the masks, and num_later masks of zeros behind them: [masks, words of the longest].
+
+    num_words: of each later mask.
+    """
     width = max([num_words if num_later else 0, *map(len, masks)])
     stacked = np.zeros((len(masks) + num_later, width), np.int32)
     for row, mask in zip(stacked, masks, strict=False):
@@ -130,7 +133,7 @@ def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> 
 
 
 def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> NDArray[Any]:
-    """Join a part's entries, each behind its place: [entries, 1 + width]."""
+    """Join the entries of all places into one array, [entries, 1 + width]: each row is a place and its entry."""
     if not parts:
         return np.zeros((0, 1 + width), dtype)
     lengths = [len(part) for _, part in parts]
@@ -164,21 +167,27 @@ class BadWords:
     def banned(
         self, token_ids: Sequence[int], start: int, *, is_pending: bool
     ) -> NDArray[np.int64]:
-        """Return [bans] token ids that may not come next, whatever is pending. The completion begins at `start`."""
+        """Return [bans] token ids that may not come next. If the last token is pending, these are single-token words.
+
+        start: where the completion begins.
+        """
         if is_pending:
             return self._single
         more = [word[-1] for word in self._matching(self._by_known, 1, token_ids, start)]
         return np.concatenate((self._single, np.array(more, np.int64))) if more else self._single
 
     def banned_behind(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
-        """Return [bans, 2]: a pending token behind the known ones, and the token banned behind it."""
+        """Return [bans, 2], pairs of tokens: if the first is the pending token, the second may not come next."""
         more = [word[-2:] for word in self._matching(self._by_second, 2, token_ids, start)]
         return np.concatenate((self._double, np.array(more, np.int64))) if more else self._double
 
     def _matching(
         self, words: dict[int, list[TokenIds]], num_open: int, token_ids: Sequence[int], start: int
     ) -> list[TokenIds]:
-        """Return the words whose tokens, all but the last num_open, are the last known ones."""
+        """Return the words that the known tokens end with, apart from each word's last num_open tokens.
+
+        start: where the completion begins. A word matches only within the completion.
+        """
         num_generated = len(token_ids) - start
         if not num_generated:
             return []

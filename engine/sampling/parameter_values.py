@@ -24,8 +24,9 @@ class Range:
     integer: bool
 
     def check(self, name: str, value: object) -> None:
-        """Raise InvalidSampling unless the value of `name` is of its kind and in range."""
-        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+        """Raise InvalidSampling unless the value of `name` is a number of the right kind and in range."""
+        kinds = (int,) if self.integer else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
             kind = "an integer" if self.integer else "a number"
             hint = " and no text: write it without quotes" if isinstance(value, str) else ""
             raise InvalidSampling(f"{name} must be {kind}{hint}", brief(value))
@@ -72,7 +73,7 @@ def check_unicode(what: str, text: str) -> None:
 class TokenBias(dict[int, float]):
     """Numbers to add to the logits of some tokens, ascending by token id; immutable."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
+    def __hash__(self) -> int:  # type: ignore[override]  # dict sets __hash__ to None
         return hash(tuple(self.items()))
 
 
@@ -137,7 +138,7 @@ def stop_token_ids(token_ids: object) -> tuple[int, ...]:
 
 
 def bad_words(words: object) -> tuple[str, ...]:
-    """Return each word once; none for None."""
+    """Check bad words, and return each of them once. None stands for no words."""
     if words is None:
         return ()
     return tuple(dict.fromkeys(_texts(words, "bad_words", "a bad word", MAX_BAD_WORDS)))

@@ -111,6 +111,7 @@ def _check_names(mapping: Mapping[str, Any], kind: type[Any], problem: str) -> N
 
 
 def _read(number: int, continuation: object) -> str | Sequence[int]:
+    """Check a continuation, and return it. number: its index in the request's list."""
     if isinstance(continuation, str):
         return continuation
     if not isinstance(continuation, (list, tuple)):

@@ -1,6 +1,6 @@
 """SamplingBatch: the sampler's inputs besides logits, as arrays; `values` has SamplingParams' columns.
 
-One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
+One structured array holds a row's values: the columns of SamplingParams, and the sequence's seed and sample index.
 """
 
 from collections.abc import Callable

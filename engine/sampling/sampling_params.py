@@ -81,11 +81,11 @@ class SamplingParams:
     separate_reasoning: give what is in a reasoning span apart from the text.
     tools: in OpenAI's shape. Calls of these are given apart from the text.
     tool_choice: "required" for an answer that is a call of one of the tools, or {"type": "function", "function":
-        {"name": ...}} for a call of that one. It is a form, as structured_outputs are, and goes before these.
-    parallel_tool_calls: False ends the completion behind its first call of a tool, and gives no further one.
+        {"name": ...}} for a call of that one. It decides the form of the text, in place of structured_outputs.
+    parallel_tool_calls: False ends the completion behind its first call of a tool, so that it has one call at most.
     echo: give the prompt's text and its tokens too.
-    reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
-        tokens.
+    reasoning_marks: the two texts before and behind a reasoning span; () takes those of the model's template or
+        special tokens.
     include_stop_str_in_output: leave the stop string that ends the completion at the end of its text.
     skip_special_tokens: leave special tokens out of the text; stop strings are looked for in what remains.
     spaces_between_special_tokens: with special tokens in the text, leave the spaces that some tokenizers put
@@ -270,5 +270,9 @@ MAX_KEY_BYTES = 16_384  # of values that are remembered
 
 @lru_cache(maxsize=256)
 def _remembered(key: bytes) -> SamplingParams:
-    """Return the params of some values; jobs share few sets of them. key: tells 1, 1.0 and True apart."""
+    """Return the params of values that `marshal` wrote as `key`, from the cache if they came before.
+
+    Many requests have the same values. The values themselves are no good key: 1, 1.0 and True are equal, and their
+    bytes are not.
+    """
     return SamplingParams(**marshal.loads(key))

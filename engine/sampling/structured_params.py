@@ -65,11 +65,13 @@ NAMES = tuple(
 def json_schema_of(value: Any) -> Any:
     """Return the JSON schema of a pydantic model's class, and any other value as it is.
 
-    An object has no other keys than its class names, unless the class says `extra="allow"`: else a model may add them
-    without end.
+    Objects may have only the keys that their class names, unless the class says `extra="allow"`. With other keys
+    allowed, a language model may add keys without end.
     """
-    make = getattr(value, "model_json_schema", None)
-    return _closed(make()) if isinstance(value, type) and callable(make) else value
+    make_schema = getattr(value, "model_json_schema", None)
+    if isinstance(value, type) and callable(make_schema):
+        return _closed(make_schema())
+    return value
 
 
 def _closed(schema: Any) -> Any:

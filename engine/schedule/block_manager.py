@@ -189,6 +189,7 @@ class BlockManager:
             self._extend(seq.block_keys, seq.key_ids, seq.root)
 
     def _extend(self, keys: list[BlockKey], key_ids: list[int], root: int) -> None:
+        """Append the keys of full blocks that `keys` lacks."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size
@@ -213,6 +214,7 @@ class BlockManager:
         return seq.pictures is None or seq.pictures.whole_until(end) == end
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
+        """Return the cached blocks that hold the sequence's first tokens, whether or not they have a snapshot."""
         block_ids: list[int] = []
         parent = seq.root
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
@@ -249,7 +251,10 @@ class BlockManager:
         seq.state_cuts = [n * self.block_size for n in cuts if n > len(cached)]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
-        """Note the snapshots to make of a sequence: the step computes its first num_tokens, which are published."""
+        """Note the snapshots that a step makes of a sequence.
+
+        num_tokens: how many of its first tokens are computed after the step; the blocks that they fill are published.
+        """
         assert self.snapshots is not None
         while seq.state_cuts and seq.state_cuts[0] <= num_tokens:
             end = seq.state_cuts.pop(0)
@@ -257,8 +262,10 @@ class BlockManager:
             if last >= seq.num_published_blocks:
                 continue  # these blocks are not published: nobody else can hit them
             content_id = self._content_id(seq.block_table[last])
-            is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
-            if not is_found or content_id in self.snapshots:
+            found_id = self._by_hash[seq.block_keys[last].hash].content_id
+            if found_id != content_id:
+                continue  # the cache finds other content under this hash, so nobody could use the snapshot
+            if content_id in self.snapshots:
                 continue
             row = self.snapshots.take(content_id)
             if row != NO_ROW:
@@ -335,9 +342,9 @@ class BlockManager:
     def launched(self, published: Iterable[Block]) -> None:
         """Let the first tokens of these blocks be copied: the step that computes them is launched."""
         for block in published:
-            # Another block has this content.
-            is_known = block.content_id is not None and block.hash is None
-            if not block.is_listed and not is_known:
+            # Without a hash of its own, a published block has content that the cache finds in another block.
+            is_copy = block.content_id is not None and block.hash is None
+            if not block.is_listed and not is_copy:
                 self._tails.add(block.parent_content_id, block.tokens, block.block_id)
                 block.is_listed = True
 
@@ -351,7 +358,7 @@ class BlockManager:
         seq.block_table.append(self._take())
 
     def release(self, seq: Sequence) -> None:
-        """Take back all blocks of `seq`, the last one first, so that the cache loses the end of a text before its start."""
+        """Take back all blocks of `seq`, the last one first: the cache then loses a text's end before its start."""
         for block_id in reversed(seq.block_table):
             block = self._blocks[block_id]
             if block.ref_count > 1:
@@ -363,7 +370,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
-        """Add each block that the first `num_tokens` tokens fill to the prefix cache; return those that are new there."""
+        """Add the blocks that the first `num_tokens` tokens fill to the prefix cache; return the newly added ones."""
         num_full = num_tokens // self.block_size
         if (
             not self.enable_prefix_caching
@@ -411,9 +418,9 @@ class BlockManager:
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
-        """Unpublish these blocks, as their step has not run.
+        """Take blocks that one step has published out of the prefix cache, as the step has not run.
 
-        Its sequences must be released too, and those of all later steps.
+        The sequences of that step must be released too, and those of all later steps.
         """
         for block in published:
             self._forget(block)
@@ -429,7 +436,7 @@ class BlockManager:
         return block_id
 
     def _let_go(self, block: Block) -> None:
-        """Drop one reference. Of free blocks those that nothing can find are taken first."""
+        """Drop one reference. A block that becomes free is taken before all others if no cache finds its content."""
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block.block_id] = None

@@ -89,15 +89,16 @@ class Drafts:
         self._tried = FORGETTING * self._tried + num_tried
 
     def timed(self, num_rows: int, seconds: float) -> None:
-        """Learn how long a step of num_rows rows took, all of which sampled."""
+        """Learn how long a step took. num_rows: the rows of the step, all of which sampled."""
         size = round(STEPS_OF_DOUBLE * float(np.log2(num_rows)))
         _, least = self._seconds.get(size, (num_rows, seconds))
         self._seconds[size] = num_rows, min(seconds, least * GROWTH)
 
     def learn(self, finished: list[Sequence]) -> None:
         """Learn the answers of finished sequences."""
-        if len(self._answered[0].token_ids) > MAX_ANSWERED:
-            self._answered = Answers(), self._answered[0]
+        newer, _ = self._answered
+        if len(newer.token_ids) > MAX_ANSWERED:  # they become the older ones
+            self._answered = Answers(), newer
         for seq in finished:
             self._answered[0].add(seq.generated_token_ids)
 
@@ -125,7 +126,10 @@ class Drafts:
         return right / tried
 
     def _costs(self, num_rows: int, most: int) -> NDArray[np.float64]:
-        """Return [most + 1] float64: the time of 0 to `most` more rows, in tokens that a step without drafts yields."""
+        """Return [most + 1] float64: what 0 to `most` rows of guesses cost, each as a number of tokens.
+
+        The cost is the number of tokens that steps of num_rows rows without guesses yield in the additional time.
+        """
         known = np.array(sorted(self._seconds.values()) or [(1, 1.0)])
         seconds = np.interp(num_rows + np.arange(most + 1), known[:, 0], known[:, 1])
         costs: NDArray[np.float64] = num_rows * (seconds / seconds[0] - 1)
@@ -141,10 +145,11 @@ class Drafted(NamedTuple):
 
 
 class Answers:
-    """The tokens of answers, one answer behind another, and the place behind each NUM_LAST tokens of them."""
+    """The tokens of answers, one answer behind another. They are looked up by NUM_LAST tokens in a row."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        # The index of the token behind NUM_LAST tokens, by their bytes.
         self._behind: dict[bytes, int] = {}
 
     def add(self, token_ids: list[int]) -> None:
@@ -154,7 +159,9 @@ class Answers:
         text = np.array(token_ids, np.int32).tobytes()
         size = NUM_LAST * TOKEN_BYTES
         for i in range(len(token_ids) - NUM_LAST):
-            self._behind[text[i * TOKEN_BYTES : i * TOKEN_BYTES + size]] = start + i + NUM_LAST
+            at_byte = i * TOKEN_BYTES
+            last = text[at_byte : at_byte + size]
+            self._behind[last] = start + i + NUM_LAST
 
     def behind(self, last: bytes, most: int) -> list[int]:
         """Return up to `most` tokens that followed the tokens `last`; [] if there are none."""

@@ -65,9 +65,9 @@ class RequestMetrics:
 
 
 class PartialText(NamedTuple):
-    """A beginning of a completion's reasoning and text, and the tokens that it is certain with.
+    """The beginning of an unfinished completion: as much of its reasoning and text as is certain.
 
-    reasoning: None if none has begun.
+    reasoning: None if no reasoning has begun.  token_ids: all tokens generated so far.
     """
 
     reasoning: str | None
@@ -133,7 +133,7 @@ class Completion:
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:
-        """Stand in for the completions of a request that could not run."""
+        """Return a completion that stands for all samples of a request that could not run."""
         return cls(
             request_id,
             index=0,

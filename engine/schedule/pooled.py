@@ -51,7 +51,7 @@ class PooledStates:
         self.next = self._first + self._num_rows
 
     def add(self, pooled: NDArray[np.float32], num_rows: int) -> None:
-        """Add a step's pooled states of the next num_rows tokens. pooled: [modes * hidden], one vector after another."""
+        """Add a step's pooled states of the next num_rows tokens. pooled: [modes * hidden], mode after mode."""
         new = pooled.reshape(len(self._modes), -1)
         if self._vectors is None:
             self._vectors = new.copy()
@@ -104,12 +104,17 @@ class ClassStates(PooledStates):
         self._of_pair = of_pair
 
     def result(self) -> dict[str, float]:
-        """Return each class's probability by label, or a single class's number, for pairs as a cross-encoder does."""
+        """Return each class's probability by label.
+
+        A head of one class gives its plain number instead. For a pair of texts, as from a cross-encoder, that number
+        is turned into a probability unless the checkpoint asks for plain numbers.
+        """
         numbers = np.array(self.vector(), np.float64)
-        is_alone = len(numbers) == 1
-        if not is_alone and self._classes.is_exclusive:
+        has_one_class = len(numbers) == 1
+        stays_plain = has_one_class and (not self._of_pair or self._classes.has_plain_relevance)
+        if self._classes.is_exclusive and not has_one_class:
             weights = np.exp(numbers - numbers.max())
             numbers = weights / weights.sum()
-        elif not is_alone or (self._of_pair and not self._classes.has_plain_relevance):
+        elif not stays_plain:
             numbers = 1 / (1 + np.exp(-numbers))
         return dict(zip(self._classes.labels, numbers.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""PreparedPrompt: a request prepared beside the engine's thread. It needs neither torch nor numpy."""
+"""PreparedPrompt: a request that another thread prepares for the engine. It needs neither torch nor numpy."""
 
 from __future__ import annotations
 

@@ -110,11 +110,12 @@ class Scheduler:
         seq.finish_reason = "abort"
 
     def schedule(self, drafts: Drafts | None = None) -> ScheduledBatch:
-        """Choose the next step and reserve its blocks; it is empty if it has no tokens.
+        """Choose the next step and reserve its blocks. The step has no tokens if there is nothing to compute.
 
-        drafts: guesses tokens; then no step may be in flight, nor be launched before this one's tokens are received.
+        Call `advance` once the step is launched, or else `withdraw`. At most one step may be in flight before it.
 
-        Call `advance` once it is launched, or else `withdraw`. At most one step may be in flight before it.
+        drafts: adds guesses to the step. Then no other step may be in flight, and the next one may be launched only
+        after the tokens of this one are received.
         """
         batch = self._new_batch()
         self.in_flight.append(batch)
@@ -250,7 +251,7 @@ class Scheduler:
         self.in_flight.appendleft(first)
 
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
-        """Make a step of the engine's own short sequence, while none runs; `release_control` follows."""
+        """Make a step of one short sequence of the engine's own, while no other runs; then call `release_control`."""
         self.blocks.allocate(seq, [])
         self.slots.assign(seq)
         batch = self._new_batch()
@@ -278,10 +279,12 @@ class Scheduler:
         if self.slots.num_constrained:
             decodes = decodes.select(~self.slots.awaits_token(decodes.slots))
         batch.add_decodes(decodes)
-        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
-        for i in np.flatnonzero(may_fill).tolist():
+        fills_block = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
+        for i in np.flatnonzero(fills_block).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
-        for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
+        if not in_prefill.any():
+            return
+        for seq in group.select(in_prefill).seqs:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             budget = self._prefill_budget(seq.lane, batch)
@@ -289,7 +292,8 @@ class Scheduler:
                 self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
-        """Give blocks to sequences that lack any; return those that were not preempted."""
+        """Give more blocks to the sequences that need them; return the sequences that were not preempted for that."""
+        # A decode needs a block if its last token is the first of one.
         begins_block = (self.slots.num_tokens[group.slots] - 1) % self.blocks.block_size == 0
         num_preemptions = self.num_preemptions
         for i in np.flatnonzero(begins_block | self.slots.in_prefill(group.slots)).tolist():
@@ -297,9 +301,8 @@ class Scheduler:
                 self._grow(group.seqs[i])
         if self.num_preemptions == num_preemptions:
             return group
-        return group.select(
-            np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_)
-        )
+        is_running = [seq.status is SequenceStatus.RUNNING for seq in group.seqs]
+        return group.select(np.array(is_running, np.bool_))
 
     def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
         """Add guesses to the decodes, as far as there are blocks and token budget for them."""
@@ -489,7 +492,7 @@ class Scheduler:
     def _count_overtakes(self, lane: int) -> None:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
         if len(self.waiting) == 1 and self.running.last.lane <= lane:
-            return
+            return  # only this lane waits, and no less urgent one runs
         lanes = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
             lanes.update(seq.lane for seq in self._mid_prefill())
@@ -497,18 +500,20 @@ class Scheduler:
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        overtaken = [
-            other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES
-        ]
+        overtaken = []
+        for other, num_overtakes in self._overtakes.items():
+            if other > lane and num_overtakes >= MAX_OVERTAKES:
+                overtaken.append(other)
         for other in overtaken:
             del self._overtakes[other]
-            for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
+            in_prefill = [seq for seq in self._mid_prefill() if seq.lane == other]
+            for seq in in_prefill:
                 self.running.move(seq, lane)
             queue = self.waiting.get(other)
             if queue:
-                seq = queue.popleft()
-                seq.lane = lane
-                self._wait_again(seq)
+                first = queue.popleft()
+                first.lane = lane
+                self._wait_again(first)
 
     def _mid_prefill(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]

@@ -103,9 +103,10 @@ class _Nodes:
         self._owners = [0]  # of each node: the branch that computes it
 
     def shape(self, tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
-        """Build the tree, the longest tails first, so that none is the beginning of a later one."""
+        """Build the tree. The longest tails come first, so that no branch is the beginning of a later one."""
+        # A tail's last token is computed only if a token behind it is scored.
         ways = [token_ids if end_token_ids else token_ids[:-1] for token_ids, _ in tails]
-        branches: list[tuple[tuple[int, ...], int | None]] = []
+        branches: list[tuple[tuple[int, ...], int | None]] = []  # a way, and its parent branch
         for way in sorted(ways, key=len, reverse=True):
             parent = self._add(way, len(branches))
             if not branches or parent is not None:
@@ -129,7 +130,10 @@ class _Nodes:
         return TreeShape(tuple(shaped), tuple(found))
 
     def _add(self, way: tuple[int, ...], branch: int) -> int | None:
-        """Return the parent branch of a new one; None if it has no node of its own, or is the first."""
+        """Add the nodes of a branch that are not there yet, and return its parent branch.
+
+        None if there are no new nodes, so that it is no branch, or if it is the first branch.
+        """
         node = 0
         parent = None
         for depth, token_id in enumerate(way, start=1):

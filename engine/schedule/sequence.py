@@ -47,12 +47,12 @@ class Forcing(Protocol):
 
 
 class Learned(NamedTuple):
-    """The effects of a sampled token that a sequence learned, with the forced tokens behind it.
+    """What follows for a sequence from a sampled token that it learned, and from the forced tokens behind it.
 
-    ends: it ends with its last token, or by an error.
-    num_right: None if all its tokens are as they were sampled. Otherwise launched steps are right about this number of
-    its first tokens, and have computed others behind these.
-    num_dropped: how many pending samples are of no use then.
+    ends: the sequence ends with its last token, or by an error.
+    num_right: None if launched steps compute the sequence's tokens as they are. Otherwise a forced token replaced one
+    that they compute: only this number of its first tokens are the same.
+    num_dropped: how many pending samples are then of no use.
     """
 
     ends: bool
@@ -180,8 +180,8 @@ class Sequence:
     def resume(self, token_ids: Collection[int], max_model_len: int) -> None:
         """Learn the tokens that another engine generated for this sequence, before it is scheduled here.
 
-        The sequence may end with the last one. If log probabilities are wanted, the last token is sampled again, and the
-        log probabilities of the others are computed. Raises InvalidRequest if these tokens are impossible.
+        The sequence may end with the last one. If log probabilities are wanted, the last token is sampled again, and
+        the log probabilities of the others are computed. Raises InvalidRequest if these tokens are impossible.
         """
         self.max_len = min(self.max_len, max_model_len)
         wants_logprobs = self.sample_top != NOT_WANTED or self.targets is not None
@@ -230,7 +230,10 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """How many first tokens may come from the cache: not the last, nor one that has yet to score or be pooled."""
+        """How many first tokens may come from the cache.
+
+        The last token is always computed, and so is each token whose row still has to score or to be pooled.
+        """
         last = self.num_tokens - 1
         if self.pooled is not None:
             return min(last, self.pooled.next)
@@ -239,7 +242,7 @@ class Sequence:
         return last
 
     def forget_launched(self) -> None:
-        """Score or pool again what launched steps were to score or pool: they are withdrawn."""
+        """Note that launched steps are withdrawn: what they would have scored or pooled is to be done again."""
         if self.targets is not None:
             self.targets.next = sum(len(part.ranks) for part in self.scored)
         if self.pooled is not None:
@@ -356,10 +359,14 @@ def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:
     """
     progress: dict[str, RequestProgress] = {}
     for seq in running:
-        prompt = seq.num_prompt_tokens
-        known = progress.get(seq.request_id)
-        computed = min(seq.num_computed_tokens, prompt) if known is None else known.prompt_tokens
-        earlier = 0 if known is None else known.generation_tokens
-        generated = earlier + len(seq.token_ids) - prompt
-        progress[seq.request_id] = RequestProgress(computed, prompt - computed, generated)
+        num_prompt = seq.num_prompt_tokens
+        num_computed = min(seq.num_computed_tokens, num_prompt)
+        num_generated = len(seq.token_ids) - num_prompt
+        earlier_samples = progress.get(seq.request_id)
+        if earlier_samples is not None:
+            num_computed = earlier_samples.prompt_tokens
+            num_generated += earlier_samples.generation_tokens
+        progress[seq.request_id] = RequestProgress(
+            num_computed, num_prompt - num_computed, num_generated
+        )
     return progress

@@ -37,10 +37,16 @@ class Snapshots:
         return self._rows[content_id]
 
     def take(self, content_id: int) -> int:
-        """Return a row for a new snapshot: a free one, or the least recently used one's; NO_ROW if there are none."""
-        if not self._free and not self._rows:
+        """Return a row for a new snapshot, or NO_ROW if the pool has no rows for snapshots.
+
+        If no row is free, the least recently used snapshot loses its row.
+        """
+        if self._free:
+            row = self._free.pop()
+        elif self._rows:
+            _, row = self._rows.popitem(last=False)
+        else:
             return NO_ROW
-        row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
         self._rows[content_id] = row
         return row
 
@@ -65,7 +71,7 @@ class StateMoves:
     def parts(
         self, decode_slots: NDArray[np.int64], prefills: Iterable[tuple[Sequence, int, bool]]
     ) -> NDArray[np.int64]:
-        """Return StepBatch.state_parts: a part of each sequence, cut where a snapshot is made."""
+        """Return StepBatch.state_parts: a part for each sequence, or several if snapshots are made inside it."""
         first = len(decode_slots)
         rows = np.arange(first)
         none = np.full(first, NO_ROW)
@@ -76,6 +82,7 @@ class StateMoves:
     def _cut(
         self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]
     ) -> Iterator[tuple[int, ...]]:
+        """Yield the parts of prefills, cut where a snapshot is made. row: the first row of the first prefill."""
         for seq, num_new, _ in prefills:
             source = self.sources.get(seq, seq.slot)
             begin = seq.num_computed_tokens

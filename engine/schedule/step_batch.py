@@ -20,9 +20,9 @@ NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
-    """Note the sequences that score tokens or are pooled in the batch; return StepBatch's arrays of their rows.
+    """Set batch.scored and batch.pooled, and return the arrays of StepBatch that say which rows these need.
 
-    A token's row scores the token behind it.
+    The row of a token scores the token behind it.
     """
     batch.scored = []
     batch.pooled = []
@@ -31,7 +31,9 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
         end = seq.num_computed_tokens + num_new
-        shift = first_row - seq.num_computed_tokens
+        shift = (
+            first_row - seq.num_computed_tokens
+        )  # from a token's index in the sequence to its row
         first_row += num_new
         if seq.targets is not None:
             reached = seq.targets.until(end)
@@ -148,26 +150,27 @@ def build_logit_edits(
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The tokens of one step, sequence after sequence. All arrays are int64 but block_tables.
+    """The tokens of one step, sequence after sequence. All arrays are int64, except that block_tables is int32.
 
+    A row is an index into the step's tokens.
     token_ids, positions: [tokens], a token and its place in its sequence.
     slot_mapping: [tokens], block_id * block_size + offset, where its keys and values go.
     sample_rows: [samples], the rows whose logits are wanted.
     block_tables: [seqs, max_blocks] int32.
-    context_lens, query_lens: [seqs], the tokens that each has after this step, and how many are in it.
-    pending_rows, pending_samples: [pending], the rows whose token was not known when the step was built, and
-    which sample of the step launched before is that token. token_ids holds anything there.
+    context_lens, query_lens: [seqs], how many tokens each sequence has after this step, and how many the step computes.
+    pending_rows, pending_samples: [pending], the rows whose token was not known when the step was built, and the index
+    of that token among the samples of the step launched before. In those rows token_ids means nothing.
     slots, generations: [seqs], of SlotTable; empty in steps that no scheduler made.
-    sample_tops: [samples], with how many likely tokens the log probability of the sampled one is wanted, NOT_WANTED
-    if it is not; empty if no sample's is.
+    sample_tops: [samples], how many likely tokens are wanted beside the log probability of the sampled one. NOT_WANTED
+    where no log probability is wanted; empty if that holds for all samples.
     scored_rows, scored_token_ids, scored_tops: [scored], a row whose logits score a token, that token, and how many
     likely tokens are wanted with it.
     pooled_rows: [pooled], rows whose hidden states are pooled, those of a sequence one after another.
     pooled_counts: [pooled seqs], how many of each.
     copy_from, copy_to: [copied], slots from and to which keys and values are copied first; no slot is in both.
-    state_parts: [parts, 5], of models with states, one part behind another: its first row and end, and three rows of
-    the pool of states: read, written, and written as a snapshot; -1 for none.
-    kept_states: [rows], rows of that pool that are put back if the step raises.
+    state_parts: [parts, 5], for models with states, one part behind another: the part's first row and its end, then the
+    rows of the pool of states that it reads, that it writes, and that it writes as a snapshot; -1 for none.
+    kept_states: [rows], rows of the pool of states that are put back if the step raises.
     adapters: [seqs], the loaded adapter of each, NO_ADAPTER for none; empty if no sequence has one.
     pictures: None for a step without.
     """
@@ -197,7 +200,7 @@ class StepBatch:
     pictures: StepPictures | None = None
 
     def repeatable(self) -> "StepBatch":
-        """Return the step such that all states it has changed are put back if it raises."""
+        """Return the same step, but one that puts back the states it has changed if it raises."""
         written = np.unique(self.state_parts[:, 3:])
         return replace(self, kept_states=written[written >= 0])
 
@@ -208,7 +211,7 @@ class StepBatch:
 
     @property
     def gives_tokens_alone(self) -> bool:
-        """Whether it gives neither log probabilities nor pooled states."""
+        """Whether the step yields tokens only, and neither log probabilities nor pooled states."""
         return not self.wants_logprobs and not len(self.pooled_rows)
 
 
@@ -263,29 +266,32 @@ def _adapters_of(rows: NDArray[np.int64], slots: SlotTable) -> NDArray[np.int64]
 def _find_pictures(
     batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]
 ) -> StepPictures | None:
-    """Find the pictures of a step's tokens, and the positions of all tokens if they have three each."""
+    """Find the pictures of a step's tokens, and the positions of all tokens if any differs from its index.
+
+    places: [tokens] int64, each token's index in its sequence.
+    """
     rows = [NOTHING]
     parts = list[Part]()
     blocks = [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
     positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
-    first = 0
+    next_row = 0
     for seq, num_new in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
         start = seq.num_computed_tokens
-        first += num_new
+        first_row = next_row
+        next_row += num_new
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
         own_rows, own_parts, own_blocks = seq.pictures.within(start, start + num_new)
-        shift = first - num_new - start
+        shift = first_row - start  # from a token's index in the sequence to its row
         rows.append(own_rows + shift)
         blocks.append(own_blocks + shift)
         parts += own_parts
         if seq.pictures.positions is not None:
             if positions is None:
                 positions = np.tile(places + shifts, (3, 1))
-            known_positions = seq.pictures.positions[:, start : start + num_new]
-            begin = first - num_new
-            positions[:, begin : begin + known_positions.shape[1]] = known_positions
+            own_positions = seq.pictures.positions[:, start : start + num_new]
+            positions[:, first_row : first_row + own_positions.shape[1]] = own_positions
     if not parts and positions is None:
         return None
     return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
@@ -294,16 +300,17 @@ def _find_pictures(
 def _copied_slots(
     batch: ScheduledBatch, block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots of the KV pool from which and to which the step copies, [copied] int64 each."""
     if not batch.copies:
         return NOTHING, NOTHING
     copies = np.array(
         [(copy.source, copy.target, copy.num_tokens) for copy in batch.copies], np.int64
     )
-    counts = copies[:, 2]
-    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    sources, targets = (
-        np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T
-    )
+    source_blocks, target_blocks, counts = copies.T
+    first_indexes = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = np.arange(counts.sum()) - first_indexes  # of each token in its block
+    sources = np.repeat(source_blocks, counts) * block_size + offsets
+    targets = np.repeat(target_blocks, counts) * block_size + offsets
     return sources, targets
 
 

@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
 
 def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes:
-    """Write a message as bytes. The arrays' dtypes are of DTYPES."""
+    """Write a message as bytes. Each array's dtype must be one of DTYPES."""
     forms = [(DTYPES.index(array.dtype), array.shape) for array in arrays]
     line = json.dumps((kind, facts, forms)).encode() + b"\n"
     body = b"".join((line, *(array.tobytes() for array in arrays)))
@@ -111,8 +111,9 @@ def pack_tokens(tokens: Tokens) -> list[Array]:
 
 def unpack_tokens(arrays: list[Array]) -> Tokens:
     """Read the arrays of `pack_tokens`."""
-    token_ids, pooled, *said = arrays
-    return token_ids, RowLogprobs(*said) if said else None, pooled if len(pooled) else None
+    token_ids, pooled, *logprob_arrays = arrays
+    logprobs = RowLogprobs(*logprob_arrays) if logprob_arrays else None
+    return token_ids, logprobs, pooled if len(pooled) else None
 
 
 def _arrays(part: LogitEdits | RowLogprobs | None) -> list[Array]:
@@ -139,7 +140,8 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message. Raises EOFError if the peer has ended."""
-        return decode(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
+        length = int.from_bytes(self._read(LENGTH_BYTES), "little")
+        return decode(self._read(length))
 
     def close(self) -> None:
         """Close this end; a second call does nothing."""

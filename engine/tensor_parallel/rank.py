@@ -25,9 +25,9 @@ from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, 
 
 
 def main(descriptor: int) -> NoReturn:
-    """Serve the driver at the other end of this socket until it says stop.
+    """Serve the driver at the other end of this socket until it sends STOP.
 
-    Errors are reported to it, and the process ends with status 1.
+    An error is reported to the driver, and then the process ends with status 1.
     """
     channel = Channel(socket.socket(fileno=descriptor))
     try:
@@ -39,7 +39,7 @@ def main(descriptor: int) -> NoReturn:
         runner.close()  # its graphs hold the process group's communicators
     except EOFError:
         os._exit(1)  # the driver has ended
-    except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
+    except Exception as error:  # noqa: BLE001  # the driver raises it, whatever it is
         _give_up(channel, error)
     torch.distributed.destroy_process_group()
     # Python's own clean-up of torch takes a second and frees nothing that the end does not.
@@ -66,6 +66,7 @@ def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
 
 
 def _serve(channel: Channel, runner: ModelRunner, config: EngineConfig, rank: int) -> None:
+    """Compute the steps and load the adapters that the driver sends, until it sends STOP."""
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
     sender = threading.Thread(
         target=_send_all, args=(channel, answers), name="rank-answers", daemon=True

@@ -120,7 +120,7 @@ _EARLY = {
 
 
 class RankIsVictim(RankFailed):
-    """A rank has only noticed that another one is gone."""
+    """A rank has not failed itself: it has noticed that another rank is gone."""
 
 
 def _reported(rank: int, error_type: str, text: str) -> EngineError:
@@ -284,7 +284,7 @@ class RankGroup:
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
-        """End all ranks on any error inside, also a KeyboardInterrupt; keep it for later calls."""
+        """End all ranks on any error inside, also a KeyboardInterrupt. Later calls raise the error again."""
         try:
             yield
         except BaseException as error:
