@@ -23,7 +23,7 @@ def decay_rate(temperature: Tensor) -> Tensor:
 
 
 def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
-    """Return each logit's weight, in proportion to exp((logit - highest) / temperature): int64, as logits in shape.
+    """Return each logit's weight, in proportion to exp((logit - highest) / temperature): [rows, vocabulary] int64.
 
     highest, rate: [rows, 1] float32, each row's highest logit and its `decay_rate`. The power's exponent is set bit by
     bit and its mantissa comes from a polynomial, so that every device computes the same weight.

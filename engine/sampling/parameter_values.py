@@ -154,9 +154,8 @@ def allowed_token_ids(token_ids: object) -> tuple[int, ...] | None:
         raise InvalidSampling(
             "allowed_token_ids is empty, so that no token could be chosen; leave it out"
         )
-    for (
-        token_id
-    ) in token_ids:  # there may be 100,000 of them, so `check` is called only for a wrong one
+    for token_id in token_ids:
+        # There may be 100,000 of them, so `check` is called only for a wrong one.
         if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
             TOKEN_ID.check("allowed_token_ids", token_id)
     return tuple(sorted(set(token_ids)))

@@ -37,9 +37,9 @@ def neutral_rows(num_rows: int) -> Values:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The choice of one token for each row of a step's logits, as numpy arrays.
+    """What the sampler needs to choose one token for each row of a step's logits, as numpy arrays.
 
-    values: [samples] of dtype ROW.  position: [samples] uint64, the tokens before.
+    values: [samples] of dtype ROW.  position: [samples] uint64, how many tokens stand before the chosen one.
     edits: of the logits, if any.  fill_masks: computes the masks that are still zeros, while the step runs.
     """
 

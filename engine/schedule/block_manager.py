@@ -70,7 +70,8 @@ def num_shared(one: bytes, other: bytes) -> int:
 def num_equal(one: list[BlockKey], other: list[BlockKey]) -> int:
     """Count the first keys that are equal in both lists.
 
-    A key's hash covers all tokens before it, so keys differ from the first different one on. A bisection finds that.
+    A key's hash covers all tokens before it: once two keys differ, all later ones differ too. So a bisection finds the
+    first difference.
     """
     shortest = min(len(one), len(other))
 

@@ -103,7 +103,7 @@ class Drafts:
             self._answered[0].add(seq.generated_token_ids)
 
     def _guess(self, seq: Sequence, token_ids: NDArray[np.int32]) -> list[int]:
-        """Return what followed the last tokens where they stood before; [] if they stood nowhere."""
+        """Return the tokens that followed the sequence's last tokens where these stood before; [] if nowhere."""
         most = min(MOST, seq.max_len - len(token_ids) - 1)
         text = token_ids[:-1].tobytes()
         last = token_ids[-NUM_LAST:].tobytes()

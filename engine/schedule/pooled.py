@@ -12,7 +12,7 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """Collects one sequence's vector, step by step. next: how many of its tokens launched steps have pooled."""
+    """Collects one sequence's vector. next: the index of the first token that launched steps have still to pool."""
 
     def __init__(
         self,

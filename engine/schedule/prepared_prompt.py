@@ -23,7 +23,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt with the work done that takes longer for a longer prompt. `Engine.prepare` makes it.
+    """A prompt after all work that grows with its length. `Engine.prepare` makes it.
 
     token_ids: checked. block_keys: of its full blocks, none if prefixes are not cached. continued: the tree of the
     continuations to score; num_prompt_tokens then counts the prompt's own tokens. pictures: those in the prompt.

@@ -82,6 +82,7 @@ class ScheduledBatch:
         """
 
         def part(decodes: slice, prefills: slice) -> ScheduledBatch:
+            """Return a step of these decodes and prefills, without copies and published blocks."""
             return ScheduledBatch(
                 self.decodes[decodes],
                 self.prefills[prefills],

@@ -169,6 +169,7 @@ class ScoreTree:
     num_prompt_tokens: int
     shape: TreeShape
     num_cached_tokens: int = 0
+    # Log probabilities and ranks of a branch's targets, by branch.
     _known: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)
 
     def take(self, branch: int, logprobs: list[float], ranks: list[int]) -> bool:

@@ -59,9 +59,10 @@ class Snapshots:
 
 @dataclass
 class StateMoves:
-    """Where a step's states come from and go. sources: rows read by sequences just admitted, NO_ROW for none.
+    """Where the states of a step's sequences come from, and where they go.
 
-    saves: the snapshots to make of a sequence.  kept: the content ids of all these.
+    sources: for each sequence just admitted, the row of the state that it begins with; NO_ROW to begin with none.
+    saves: the snapshots to make of each sequence.  kept: the content ids of all these snapshots.
     """
 
     sources: dict[Sequence, int] = field(default_factory=dict)

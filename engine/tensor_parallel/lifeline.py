@@ -1,4 +1,4 @@
-"""Ends a rank with its driver. Loads nothing heavy: it runs before torch is imported."""
+"""Ends a rank's process when its driver ends. The module imports nothing heavy, as it runs before torch is imported."""
 
 import ctypes
 import os
