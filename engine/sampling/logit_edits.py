@@ -22,7 +22,7 @@ class LogitEdits:
 
     rows: [edited] int64, the edited rows, ascending; a place, below, is an index into these.
     pending: [pending, 2] int64, a place whose last token was still being sampled when this was built, and the index of
-    that token among the samples of the step launched before. `placed` turns the index into one of a tensor of tokens.
+    that token among the samples of the step launched before. After `placed` it is the token's index in a tensor.
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
     masked: [masked, 2] int64, a place and its mask, each place once. The entries below ascend by place.
     banned: [bans, 2] int64, a place and a token it may not choose.
@@ -167,7 +167,7 @@ class BadWords:
     def banned(
         self, token_ids: Sequence[int], start: int, *, is_pending: bool
     ) -> NDArray[np.int64]:
-        """Return [bans] token ids that may not come next. If the last token is pending, these are single-token words.
+        """Return [bans] token ids that may not come next: if the last token is pending, only the words of one token.
 
         start: where the completion begins.
         """

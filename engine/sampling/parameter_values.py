@@ -178,7 +178,7 @@ def logit_bias(biases: object) -> TokenBias | None:
 
 
 def _token_id(key: object) -> int:
-    """Return the integer of a key of logit_bias, an integer or digits."""
+    """Return the token id that a key of logit_bias gives, as an integer or as digits."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS:
         key = int(key)
     if type(key) is not int:

@@ -62,7 +62,7 @@ def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
-    """Return each row's first token whose cumulative weight exceeds its uniform's part: [rows] int64.
+    """Return each row's first token whose cumulative weight exceeds the row's uniform times the total: [rows] int64.
 
     logits: [rows, vocabulary] float32.  highest: [rows] float32, of each row.
     """
@@ -89,7 +89,9 @@ def cut(
     top_p = rows.top_p
     num_candidates = min(vocab_size, max(num_candidates, int(top_k.max())))
     ordered, ids = logits.topk(num_candidates, dim=-1)
+    # [rows, candidates]: the weight of a candidate and of all more likely ones
     ends = weights.gather(1, ids).cumsum(-1)
+    # [rows]: how many tokens top_k keeps
     limit = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
     last = (limit.clamp(max=num_candidates) - 1).unsqueeze(1)
     total = torch.where(top_k > 0, ends.gather(1, last).squeeze(1), weights.sum(-1))

@@ -1,8 +1,8 @@
 """SamplingParams: how to choose tokens for one request and when to stop.
 
-Each field has a name, a neutral default and a range. A `column` also has the dtype of the sampler's array: slots,
-batches, graphs and warm-up take the columns from here, so that a new one is a row here and in sampling_rows.py, and a
-function in each sampler.
+Each field has a name, a neutral default and a range. A `column` also has the dtype of the sampler's array. Slots,
+batches, graphs and warm-up take the columns from here: a new column needs only a row here, a row in sampling_rows.py,
+and a function in each sampler.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SamplingParams:
 
     max_tokens: the most new tokens.
     temperature: 0 is greedy: the highest logit, the lowest token id among equals.
-    top_p, top_k, min_p: cuts of the distribution, applied min_p, top_k, top_p; top_k of 0 or -1 is off.
+    top_p, top_k, min_p: cuts of the distribution, applied in the order min_p, top_k, top_p; top_k of 0 or -1 is off.
     seed: with the position and the sample's index it fixes every choice; None draws a fresh seed.
     stop: text that ends the completion and is cut from it; one string or several.
     stop_token_ids: token ids that end the completion, beside the model's own end tokens.
@@ -92,8 +92,8 @@ class SamplingParams:
         between two of them.
     truncate_prompt_tokens: read only this number of the prompt's last tokens, be it token ids, text or a chat;
         -1 reads as many as leave room for one new token.
-    structured_outputs: the form of the text; a pydantic model's class stands for JSON of its schema. It ends only
-        where the form is complete, or by its length; where nothing can follow it ends, whatever min_tokens and
+    structured_outputs: the form of the text; a pydantic model's class stands for JSON of its schema. The text ends
+        only where the form is complete, or by its length. Where nothing can follow, it ends whatever min_tokens and
         ignore_eos say. No reasoning is split from it. With tools the text has this form or is one call of a tool.
     adapter: the LoRA adapter of this request, by its name in the engine's folder; None for the model alone.
     """

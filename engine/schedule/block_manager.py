@@ -6,8 +6,8 @@ tokens), and ids are never used again: no collision or recycled block can return
 A block is published when the step that computes it is scheduled, because every layer stores keys and values
 before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not run.
 
-Behind the whole blocks, a few more tokens may be copied from a block that begins with them (`Tails`), if an
-earlier step has computed it. That block is held until the step that copies is launched.
+Behind a sequence's cached blocks, a few more tokens may be copied from a block that begins with them (`Tails`), if an
+earlier step has computed that block. The block is held until the step that copies from it is launched.
 """
 
 from array import array
@@ -318,7 +318,7 @@ class BlockManager:
     ) -> BlockCopy | None:
         """Give `seq` blocks for all its tokens, the first ones being `cached`; return the copy to make.
 
-        The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
+        The block that `tail` names is held until `let_go_sources`. If this raises OutOfBlocks, nothing has changed.
         """
         num_blocks = self.num_blocks_for(seq.num_tokens)
         if num_blocks >= len(self._free):
@@ -419,7 +419,7 @@ class BlockManager:
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
-        """Take blocks that one step has published out of the prefix cache, as the step has not run.
+        """Remove from the prefix cache the blocks that one step has published, as the step has not run.
 
         The sequences of that step must be released too, and those of all later steps.
         """

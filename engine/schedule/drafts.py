@@ -39,6 +39,7 @@ class Drafts:
         self._answered: tuple[Answers, Answers] = Answers(), Answers()  # the newer, and the older
         # A number of rows and the least seconds of such a step, by the step's size.
         self._seconds: dict[int, tuple[float, float]] = {}
+        # Right and tried guesses of all sequences, the older ones with less weight. At first half of them are right.
         self._right = 1.0
         self._tried = 2.0
         self._num_steps = 0

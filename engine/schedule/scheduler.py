@@ -85,7 +85,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence in its lane.
 
-        It must leave room for a token below max_model_len if it generates. A sequence that was held after it had been
+        A sequence that generates must have fewer tokens than max_model_len. A sequence that was held after it had been
         queued keeps its place in the order of arrival.
         """
         assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
@@ -151,7 +151,8 @@ class Scheduler:
             seq.num_tokens += 1
         for seq, num_new_tokens, samples in batch.each_prefill():
             seq.num_computed_tokens += num_new_tokens
-            seq.num_tokens += samples
+            if samples:
+                seq.num_tokens += 1
             if seq.num_computed_tokens == seq.num_tokens:
                 batch.ending.append(seq)
         num_tokens = self.slots.num_tokens[batch.sampling_slots]
@@ -386,7 +387,7 @@ class Scheduler:
         return end - start
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
-        """Publish the known blocks that are full once `num_tokens` are computed."""
+        """Publish the blocks that are full of known tokens once `num_tokens` are computed."""
         num_known = min(num_tokens, len(seq.token_ids))
         if num_known // self.blocks.block_size > seq.num_published_blocks:
             batch.published += self.blocks.publish(seq, num_known)
@@ -449,9 +450,7 @@ class Scheduler:
         """Preempt less urgent sequences if `seq` needs it; return whether it fits, with blocks for others to grow."""
         num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
         if self.slots.num_free and num_spare >= len(self.running):
-            return (
-                True  # even if nothing is cached, and every running sequence takes one more block
-            )
+            return True  # even if none is cached and each running sequence takes a block
         num_missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and num_missing <= 0:

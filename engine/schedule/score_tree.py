@@ -29,7 +29,7 @@ class Targets:
 
     places, token_ids: [targets] int64. A token's place is the number of tokens before it.
     num_top: how many likely tokens are wanted with each target.
-    next: how many targets are scored, by launched steps that have run or still run.
+    next: how many of the targets launched steps have scored, or are scoring.
     """
 
     places: NDArray[np.int64]

@@ -31,9 +31,8 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
         end = seq.num_computed_tokens + num_new
-        shift = (
-            first_row - seq.num_computed_tokens
-        )  # from a token's index in the sequence to its row
+        # What to add to a token's index in the sequence to get its row.
+        shift = first_row - seq.num_computed_tokens
         first_row += num_new
         if seq.targets is not None:
             reached = seq.targets.until(end)
@@ -283,7 +282,7 @@ def _find_pictures(
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
         own_rows, own_parts, own_blocks = seq.pictures.within(start, start + num_new)
-        shift = first_row - start  # from a token's index in the sequence to its row
+        shift = first_row - start  # what to add to a token's index in the sequence to get its row
         rows.append(own_rows + shift)
         blocks.append(own_blocks + shift)
         parts += own_parts

@@ -92,9 +92,8 @@ def unpack_step(arrays: list[Array], tables: KeptTables) -> tuple[StepBatch, Sam
     """Read the arrays of `pack_step`. tables: the block tables that this rank has."""
     num_known, values, position, *edits = arrays[len(STEP_ARRAYS) :]
     sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
-    fields_of_step: Any = dict(
-        zip(STEP_ARRAYS, arrays, strict=False)
-    )  # the first arrays are the step's
+    # The first arrays are the step's; zip leaves out the others.
+    fields_of_step: Any = dict(zip(STEP_ARRAYS, arrays, strict=False))
     step = StepBatch(**fields_of_step)
     block_tables = tables.update(step.slots, step.context_lens, num_known, step.block_tables)
     return replace(step, block_tables=block_tables), sampling

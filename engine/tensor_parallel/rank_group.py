@@ -149,7 +149,8 @@ class RankTokens(PendingTokens):
 class RankGroup:
     """Starts the ranks, sends them each step, and ends them all when one of them fails.
 
-    Raises ConfigError or a subclass if the ranks cannot load this model so, RankFailed if a rank ends while it starts.
+    Raises ConfigError or a subclass if the ranks cannot load the model as configured, RankFailed if a rank ends while
+    it starts.
     """
 
     def __init__(
