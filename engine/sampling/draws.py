@@ -1,4 +1,4 @@
-"""The weights and random words of draws; those of gpu_draws.py and cpu_sampler.py are the same, bit by bit."""
+"""The weights and random words of draws. gpu_draws.py and cpu_sampler.py compute the same ones, bit by bit."""
 
 import numpy as np
 import torch

@@ -31,7 +31,7 @@ TOKEN_BYTES = 4
 class Tails:
     """Blocks by the content before them. Blocks behind the same content are sorted by the bytes of their tokens.
 
-    So the block that shares the most first tokens with others stands beside the place where these would be sorted in.
+    So the block that shares the most first tokens with given ones is next to the place where these would be inserted.
     """
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ class BlockManager:
         return num_new + num_reused_free - len(self._free)
 
     def num_freed_by(self, seqs: Iterable[Sequence], keep: list[int]) -> int:
-        """Return how many blocks would become free if all of `seqs` gave up theirs, without the blocks `keep`."""
+        """Return how many blocks would become free if all of `seqs` gave up theirs, not counting the blocks `keep`."""
         num_holders = Counter(block_id for seq in seqs for block_id in seq.block_table)
         for block_id in keep:
             del num_holders[block_id]

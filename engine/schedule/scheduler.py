@@ -183,13 +183,13 @@ class Scheduler:
             give_pooled(pooled, batch)
         slots = batch.sampling_slots
         ordinary = token_ids[: len(slots)]
-        is_held = self.slots.generations[slots] == batch.generations
-        goes_on = is_held & ~self.slots.may_end(slots, ordinary)
-        self.slots.add_known(slots[is_held], ordinary[is_held])
+        keeps_slot = self.slots.generations[slots] == batch.generations
+        goes_on = keeps_slot & ~self.slots.may_end(slots, ordinary)
+        self.slots.add_known(slots[keeps_slot], ordinary[keeps_slot])
         num_guesses = batch.num_guessed - len(batch.drafted)
         self.prefill_tokens += batch.num_tokens - num_guesses - batch.num_decode_tokens
         gone = []
-        if not is_held.all():
+        if not keeps_slot.all():
             gone = [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
@@ -323,7 +323,9 @@ class Scheduler:
         guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
         for seq, guess in zip(batch.decodes, guesses, strict=True):
             del guess[most:]
-            if guess and seq.matcher is not None:
+            if (
+                guess and seq.matcher is not None
+            ):  # cut at the first token that the grammar does not allow
                 del guess[seq.matcher.num_possible(guess) :]
             most -= len(guess)
             while guess and seq.num_tokens + len(guess) > len(seq.block_table) * size:

@@ -103,7 +103,7 @@ Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None
 
 
 def pack_tokens(tokens: Tokens) -> list[Array]:
-    """Return the arrays of TOKENS: token ids, pooled states, and log probabilities. No pooled states are [0, 0]."""
+    """Return the arrays of TOKENS: token ids, pooled states ([0, 0] if there are none), and log probabilities."""
     token_ids, logprobs, pooled = tokens
     if pooled is None:
         pooled = np.zeros((0, 0), np.float32)

@@ -361,7 +361,7 @@ class RankGroup:
         return failure
 
     def _blame(self, error: EngineError) -> EngineError:
-        """Return the error of the rank that failed first: a broken collective may only be a victim."""
+        """Return the error of the rank that failed first: a rank whose collective broke may only be a victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
         while isinstance(error, RankIsVictim) and time.monotonic() < deadline:
             if not self._selector.get_map():
