@@ -323,9 +323,8 @@ class Scheduler:
         guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
         for seq, guess in zip(batch.decodes, guesses, strict=True):
             del guess[most:]
-            if (
-                guess and seq.matcher is not None
-            ):  # cut at the first token that the grammar does not allow
+            if guess and seq.matcher is not None:
+                # A guess ends before the first token that the grammar does not allow.
                 del guess[seq.matcher.num_possible(guess) :]
             most -= len(guess)
             while guess and seq.num_tokens + len(guess) > len(seq.block_table) * size:
@@ -536,7 +535,7 @@ class Scheduler:
         if seq.status is SequenceStatus.ENDING:
             self._wait_again(seq)  # a sample was dropped, so it is not at max_len yet
         elif seq.status is SequenceStatus.RUNNING and loses_state:
-            # A state cannot be taken back to an earlier token, so it is computed again from the start.
+            # A state cannot be taken back to an earlier token, so it is computed again.
             self.running.remove([seq])
             self._release(seq)
             self._wait_again(seq)
