@@ -1,4 +1,4 @@
-"""The weights and random words of draws; those of gpu_draws.py and cpu_sampler.py are the same, bit by bit."""
+"""The weights and random words of draws. gpu_draws.py and cpu_sampler.py compute the same ones, bit by bit."""
 
 import numpy as np
 import torch
@@ -18,12 +18,16 @@ from engine.sampling.sampling_rows import SamplingRows
 
 
 def decay_rate(temperature: Tensor) -> Tensor:
-    """Return the factor of logits in `weigh`. temperature: float32 above 0; below 4e-32 it counts as that."""
+    """Return the `rate` of `weigh`. temperature: float32 above 0; a temperature below 4e-32 counts as 4e-32."""
     return torch.div(LOG2_E_STEPS, temperature.clamp(min=LEAST_TEMPERATURE))
 
 
 def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
-    """Return weights of logits, int64. highest, rate: [rows, 1] float32; highest is each row's highest logit."""
+    """Return each logit's weight, in proportion to exp((logit - highest) / temperature): [rows, vocabulary] int64.
+
+    highest, rate: [rows, 1] float32, each row's highest logit and its `decay_rate`. The power's exponent is set bit by
+    bit and its mantissa comes from a polynomial, so that every device computes the same weight.
+    """
     exponents = torch.sub(logits, highest).mul_(rate).clamp_(min=LOWEST_EXPONENT).to(torch.int32)
     mantissas = exponents.bitwise_and(MANTISSA).bitwise_or_(ONE).view(torch.float32)
     first, *middle, last = COEFFICIENTS
@@ -35,7 +39,7 @@ def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:
 
 
 def target(total: Tensor, word: Tensor) -> Tensor:
-    """Return floor(u total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
+    """Return floor(u * total) for the uniform u = (word + 1/2) / 2^32. total: int64 up to 2^60; word: int64."""
     odd = 2 * word + 1
     high = total >> 30
     low = total & (2**30 - 1)
@@ -54,7 +58,7 @@ ROUNDS = 10
 def philox4x32(
     counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
 ) -> tuple[Words, ...]:
-    """Run ten rounds over arrays of counters and keys; return the four output words of each."""
+    """Run Philox 4x32 with its ten rounds over arrays of counters and keys; return the four output words of each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

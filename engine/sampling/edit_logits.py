@@ -1,4 +1,4 @@
-"""Makes LogitEdits on the logits' device, in plain torch and without waiting for the device."""
+"""Applies LogitEdits on the logits' device, in plain torch and without waiting for the device."""
 
 from dataclasses import fields
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def _ban(logits: Tensor, edits: Any, last: Tensor | None) -> None:
         logits[edits.rows[place], token] = -torch.inf
     if len(edits.banned_behind) and last is not None:
         place, before, token = edits.banned_behind.unbind(1)
-        # added rather than set: one token may be banned behind several others, of which only one is there
+        # Added, not set: a token may be banned behind several others, and only one of these is the pending token.
         change = torch.zeros(len(place), dtype=logits.dtype, device=logits.device)
         change.masked_fill_(last[place] == before, -torch.inf)
         logits.index_put_((edits.rows[place], token), change, accumulate=True)
@@ -72,23 +72,30 @@ def _penalize(logits: Tensor, edits: Any, last: Tensor | None) -> None:
     if not len(edits.counted):
         return
     token, count = edits.counted.long().unbind(1)
-    of = torch.arange(len(edits.penalized), device=logits.device)
-    of = of.repeat_interleave(edits.num_counted, output_size=len(token))
+    # [counted] int64: which of `penalized` each entry belongs to
+    owner = torch.arange(len(edits.penalized), device=logits.device)
+    owner = owner.repeat_interleave(edits.num_counted, output_size=len(token))
     if last is not None:
-        token, count = _count_pending(of, token, count, last[edits.penalized])
-    presence, frequency, repetition = edits.penalties[of].unbind(1)
-    at = edits.rows[edits.penalized][of], token
-    values = logits[at]
+        token, count = _count_pending(owner, token, count, last[edits.penalized])
+    presence, frequency, repetition = edits.penalties[owner].unbind(1)
+    rows = edits.rows[edits.penalized][owner]
+    values = logits[rows, token]
     values = torch.where(values < 0, values * repetition, values / repetition)
-    logits[at] = values - frequency * count - presence * (count > 0)
+    logits[rows, token] = values - frequency * count - presence * (count > 0)
 
 
-def _count_pending(of: Tensor, token: Tensor, count: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens and counts with pending ones counted in. of, token, count: [counted]; last: [penalized]."""
+def _count_pending(
+    owner: Tensor, token: Tensor, count: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and counts with pending tokens counted in.
+
+    owner, token, count: [counted]; owner is an index into `last`. last: [penalized], each row's pending token.
+    """
     is_pending = token < 0
-    last_of = last[of]
-    is_last = (token == last_of) & ~is_pending
-    before = torch.zeros_like(last).index_add_(0, of, count * is_last)
-    count = torch.where(is_pending, before[of] + 1, count + is_last)
-    # -1 where no token could be chosen: what the row yields is dropped
-    return torch.where(is_pending, last_of, token).clamp_(min=0), count
+    own_last = last[owner]
+    is_last = (token == own_last) & ~is_pending
+    count_before = torch.zeros_like(last).index_add_(0, owner, count * is_last)
+    count = torch.where(is_pending, count_before[owner] + 1, count + is_last)
+    token = torch.where(is_pending, own_last, token)
+    # A pending token is -1 where no token could be chosen. That row's next sample is dropped, so any index will do.
+    return token.clamp_(min=0), count

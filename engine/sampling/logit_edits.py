@@ -21,15 +21,15 @@ class LogitEdits:
     """Edits of some rows of logits, as numpy arrays, applied in the order of the fields, as in vLLM.
 
     rows: [edited] int64, the edited rows, ascending; a place, below, is an index into these.
-    pending: [pending, 2] int64, a place whose last token was not known when this was built, and which sample of the
-    step launched before is that token; after `placed`, where that token is in a tensor.
+    pending: [pending, 2] int64, a place whose last token was still being sampled when this was built, and the index of
+    that token among the samples of the step launched before. After `placed` it is the token's index in a tensor.
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
     masked: [masked, 2] int64, a place and its mask, each place once. The entries below ascend by place.
     banned: [bans, 2] int64, a place and a token it may not choose.
-    banned_behind: [bans, 3] int64, a place, a token, and another token banned behind it if it is the pending one.
+    banned_behind: [bans, 3] int64, a place and two tokens: if the first is the pending token, the second is banned.
     biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
     penalized: [penalized] int64 places.  penalties: [penalized, 3] float32, presence, frequency, repetition.
-    num_counted: [penalized] int64, the entries of each in `counted`, in this order.
+    num_counted: [penalized] int64, how many entries of `counted` each penalized place has, one place after another.
     counted: [counted, 2] int32, a token of its prompt or completion, and its count in the completion; a pending
     token has an entry of token -1.
     """
@@ -48,14 +48,14 @@ class LogitEdits:
     counted: NDArray[np.int32]
 
     def placed(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> LogitEdits:
-        """Return the edits for other rows of logits, with pending tokens by their places in a tensor.
+        """Return the edits for other rows of logits, and for a tensor that holds the pending tokens.
 
-        rows: [edited] int64.  tokens: [pending] int64.
+        rows: [edited] int64, the new rows.  tokens: [pending] int64, the index of each pending token in that tensor.
         """
         return replace(self, rows=rows, pending=np.stack((self.pending[:, 0], tokens), axis=1))
 
     def without_masks(self) -> LogitEdits | None:
-        """Return the other edits, None if there are none."""
+        """Return the edits without those of `masked`; None if nothing is left."""
         unmasked = (self.banned, self.banned_behind, self.biased, self.penalized)
         return replace(self, masked=self.masked[:0]) if any(map(len, unmasked)) else None
 
@@ -69,13 +69,13 @@ def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
 
 @dataclass
 class EditParts:
-    """LogitEdits while they are collected, place after place: for each part a place and its arrays."""
+    """LogitEdits while they are collected, place after place. Most lists hold pairs of a place and its entries."""
 
     pending: list[tuple[int, int]] = field(default_factory=list)
-    #: By id, since many rows share one: its index, and itself.
+    #: Each mask's index, and the mask, by the mask object's id(): many rows share one mask object.
     masks: dict[int, tuple[int, NDArray[np.int32]]] = field(default_factory=dict)
     masked: list[tuple[int, int]] = field(default_factory=list)
-    #: Places whose mask is computed later, behind the others.
+    #: Places whose mask is computed later. Those masks come behind all of `masks`.
     later: list[int] = field(default_factory=list)
     banned: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
     banned_behind: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
@@ -93,22 +93,22 @@ class EditParts:
     def penalize(
         self, place: int, penalties: tuple[float, float, float], counted: NDArray[np.int32]
     ) -> None:
-        """Penalize the tokens of a place. counted: [tokens, 2], a token and how often it is there."""
+        """Penalize the tokens of a place. counted: [tokens, 2], each token and its count in the completion."""
         self.counted.append(counted)
         self.penalized.append(place)
         self.penalties.append(penalties)
 
     def joined(self, rows: NDArray[np.int64], num_words: int = 0) -> LogitEdits:
-        """Join all parts. rows: of each place. num_words: of the masks computed later, zeros now."""
+        """Join all parts. rows: the row of each place. num_words: the width of the masks computed later, now zeros."""
         masks = [mask for _, mask in self.masks.values()]
-        now = np.array(self.masked, np.int64).reshape(-1, 2)
-        later = np.arange(len(masks), len(masks) + len(self.later))
-        later = np.stack((np.array(self.later, np.int64), later), axis=1)
+        masked_now = np.array(self.masked, np.int64).reshape(-1, 2)
+        later_indexes = np.arange(len(masks), len(masks) + len(self.later))
+        masked_later = np.stack((np.array(self.later, np.int64), later_indexes), axis=1)
         return LogitEdits(
             rows=rows,
             pending=np.array(self.pending, np.int64).reshape(-1, 2),
             token_masks=_stacked(masks, len(self.later), num_words),
-            masked=np.concatenate((now, later)),
+            masked=np.concatenate((masked_now, masked_later)),
             banned=_joined(sorted(self.banned, key=itemgetter(0)), 1, np.int64),
             banned_behind=_joined(self.banned_behind, 2, np.int64),
             biased=_joined(self.biased, 1, np.int64),
@@ -121,7 +121,10 @@ class EditParts:
 
 
 def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> NDArray[np.int32]:
-    """Stack the masks, and num_later masks of zeros: [masks, words of the longest]."""
+    """Stack the masks, and num_later masks of zeros behind them: [masks, words of the longest].
+
+    num_words: of each later mask.
+    """
     width = max([num_words if num_later else 0, *map(len, masks)])
     stacked = np.zeros((len(masks) + num_later, width), np.int32)
     for row, mask in zip(stacked, masks, strict=False):
@@ -130,7 +133,7 @@ def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> 
 
 
 def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> NDArray[Any]:
-    """Join a part's entries, each behind its place: [entries, 1 + width]."""
+    """Join the entries of all places into one array, [entries, 1 + width]: each row is a place and its entry."""
     if not parts:
         return np.zeros((0, 1 + width), dtype)
     lengths = [len(part) for _, part in parts]
@@ -144,15 +147,16 @@ TokenIds = tuple[int, ...]
 
 
 class BadWords:
-    """One request's bad words. A word's last token is banned behind its other tokens."""
+    """One request's bad words. A word's last token is banned wherever its other tokens stand before it."""
 
     def __init__(self, words: Iterable[TokenIds]) -> None:
-        """words: each as tokens, one at least."""
+        """words: each as one or more token ids."""
         words = list(dict.fromkeys(words))
         self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
-        self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
-        # Words of three tokens or more, by the token before that one.
+        # Words of two tokens or more, by their last token but one.
+        self._by_known: dict[int, list[TokenIds]] = {}
+        # Words of three tokens or more, by their last token but two.
         self._by_second: dict[int, list[TokenIds]] = {}
         for word in words:
             if len(word) > 1:
@@ -163,21 +167,27 @@ class BadWords:
     def banned(
         self, token_ids: Sequence[int], start: int, *, is_pending: bool
     ) -> NDArray[np.int64]:
-        """Return [bans] token ids that may not come next, whatever is pending. The completion begins at `start`."""
+        """Return [bans] token ids that may not come next: if the last token is pending, only the words of one token.
+
+        start: where the completion begins.
+        """
         if is_pending:
             return self._single
         more = [word[-1] for word in self._matching(self._by_known, 1, token_ids, start)]
         return np.concatenate((self._single, np.array(more, np.int64))) if more else self._single
 
     def banned_behind(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
-        """Return [bans, 2]: a pending token behind the known ones, and the token banned behind it."""
+        """Return [bans, 2], pairs of tokens: if the first is the pending token, the second may not come next."""
         more = [word[-2:] for word in self._matching(self._by_second, 2, token_ids, start)]
         return np.concatenate((self._double, np.array(more, np.int64))) if more else self._double
 
     def _matching(
         self, words: dict[int, list[TokenIds]], num_open: int, token_ids: Sequence[int], start: int
     ) -> list[TokenIds]:
-        """Return the words whose tokens, all but the last num_open, are the last known ones."""
+        """Return the words that the known tokens end with, apart from each word's last num_open tokens.
+
+        start: where the completion begins. A word matches only within the completion.
+        """
         num_generated = len(token_ids) - start
         if not num_generated:
             return []
@@ -193,10 +203,13 @@ FIRST_ROOM = 64
 
 
 class TokenCounts:
-    """Counts each token, in an array that grows; the last entry is of token -1, for a pending one."""
+    """Counts each token of the completion, in an array that grows.
+
+    Behind the counted tokens stands an entry of token -1, for a pending token.
+    """
 
     def __init__(self, prompt_token_ids: NDArray[np.int32], start: int) -> None:
-        """prompt_token_ids: [tokens], each once; they have entries at once. start: where the completion begins."""
+        """prompt_token_ids: [tokens], each once; each has a count of 0 at first. start: where the completion begins."""
         self._num_counted = start
         self._size = len(prompt_token_ids)
         self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
@@ -205,20 +218,22 @@ class TokenCounts:
         self._index = {token_id: i for i, token_id in enumerate(prompt_token_ids.tolist())}
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Count the tokens of the completion that are new. token_ids: all known ones."""
+        """Count the completion's tokens that are not counted yet. token_ids: all known tokens of the sequence."""
         for token_id in token_ids[self._num_counted :]:
-            place = self._index.setdefault(token_id, self._size)
-            if place == self._size:
+            index = self._index.setdefault(token_id, self._size)
+            if index == self._size:
                 self._size += 1
                 if self._size == len(self._entries):
                     self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
-                self._entries[place : place + 2, 0] = token_id, -1
-            self._entries[place, 1] += 1
+                self._entries[index, 0] = token_id
+                self._entries[index + 1, 0] = -1  # the pending token's entry moves back by one
+            self._entries[index, 1] += 1
         self._num_counted = len(token_ids)
 
     def entries(self, *, with_pending: bool) -> NDArray[np.int32]:
-        """Return [tokens, 2]: a token, and its count; to be copied before the next `add`."""
-        return self._entries[: self._size + with_pending]
+        """Return [tokens, 2], each token and its count. The array changes with the next `add`."""
+        num_entries = self._size + 1 if with_pending else self._size
+        return self._entries[:num_entries]
 
 
 @dataclass(frozen=True)
@@ -226,7 +241,8 @@ class RequestEdits:
     """The edits shared by all samples and tokens of a request.
 
     mask: as of LogitEdits.token_masks, None if all tokens are allowed.  biased: [biased] int64 token ids.
-    penalties: presence, frequency, repetition.  prompt_token_ids: of the prompt, each once, for penalties.
+    penalties: presence, frequency, repetition.
+    prompt_token_ids: each token of the prompt once, if repetition is penalized; else empty.
     """
 
     mask: NDArray[np.int32] | None
@@ -244,7 +260,10 @@ class RequestEdits:
         vocab_size: int,
         bad_words: Iterable[TokenIds],
     ) -> RequestEdits | None:
-        """Return a request's edits, None if it has none. Under a grammar, its masks see to the allowed tokens."""
+        """Return a request's edits, None if it has none.
+
+        With structured outputs, allowed_token_ids are left out here: the grammar's masks take them into account.
+        """
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen

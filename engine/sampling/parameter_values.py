@@ -24,8 +24,9 @@ class Range:
     integer: bool
 
     def check(self, name: str, value: object) -> None:
-        """Raise InvalidSampling unless the value of `name` is of its kind and in range."""
-        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+        """Raise InvalidSampling unless the value of `name` is a number of the right kind and in range."""
+        kinds = (int,) if self.integer else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
             kind = "an integer" if self.integer else "a number"
             hint = " and no text: write it without quotes" if isinstance(value, str) else ""
             raise InvalidSampling(f"{name} must be {kind}{hint}", brief(value))
@@ -72,7 +73,7 @@ def check_unicode(what: str, text: str) -> None:
 class TokenBias(dict[int, float]):
     """Numbers to add to the logits of some tokens, ascending by token id; immutable."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
+    def __hash__(self) -> int:  # type: ignore[override]  # dict sets __hash__ to None
         return hash(tuple(self.items()))
 
 
@@ -84,7 +85,7 @@ def stop_strings(stop: object) -> tuple[str, ...]:
 
 
 def reasoning_marks(marks: object) -> tuple[str, ...]:
-    """Return no marks, or two that differ."""
+    """Check the two texts around a reasoning, and return them; () if there are none."""
     texts = _texts(marks, "reasoning_marks", "a reasoning mark", 2, kind="a list of two texts")
     if texts and (len(texts) != 2 or texts[0] == texts[1]):
         raise InvalidSampling("reasoning_marks must be two texts that differ", brief(marks))
@@ -109,7 +110,7 @@ def tools(values: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def tool_choice(value: object) -> object:
-    """Return a choice that forces a call of a tool."""
+    """Check a choice that forces a call of any tool or of a named one, and return it; None forces nothing."""
     if value is None or value == "required":
         return value
     function = (
@@ -124,7 +125,7 @@ def tool_choice(value: object) -> object:
 
 
 def stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    """Return token ids in their order."""
+    """Check stop token ids, and return them in their order."""
     if not isinstance(token_ids, (list, tuple)):
         raise InvalidSampling("stop_token_ids must be a list of token ids", brief(token_ids))
     if len(token_ids) > MAX_STOPS:
@@ -137,14 +138,14 @@ def stop_token_ids(token_ids: object) -> tuple[int, ...]:
 
 
 def bad_words(words: object) -> tuple[str, ...]:
-    """Return each word once; none for None."""
+    """Check bad words, and return each of them once. None stands for no words."""
     if words is None:
         return ()
     return tuple(dict.fromkeys(_texts(words, "bad_words", "a bad word", MAX_BAD_WORDS)))
 
 
 def allowed_token_ids(token_ids: object) -> tuple[int, ...] | None:
-    """Return token ids ascending, each once; None for None."""
+    """Check allowed token ids, and return them in ascending order, each once; None if all are allowed."""
     if token_ids is None:
         return None
     if not isinstance(token_ids, (list, tuple, range)):
@@ -153,14 +154,15 @@ def allowed_token_ids(token_ids: object) -> tuple[int, ...] | None:
         raise InvalidSampling(
             "allowed_token_ids is empty, so that no token could be chosen; leave it out"
         )
-    for token_id in token_ids:  # perhaps all of a vocabulary: no call for each
+    for token_id in token_ids:
+        # There may be 100,000 of them, so `check` is called only for a wrong one.
         if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
             TOKEN_ID.check("allowed_token_ids", token_id)
     return tuple(sorted(set(token_ids)))
 
 
 def logit_bias(biases: object) -> TokenBias | None:
-    """Return numbers by token id, which may be text, as a key of JSON; None for no numbers."""
+    """Check and return biases by token id; None if there are none. A token id may be text, as JSON's keys are."""
     if biases is None or isinstance(biases, TokenBias):
         return biases or None
     if not isinstance(biases, Mapping):
@@ -176,7 +178,7 @@ def logit_bias(biases: object) -> TokenBias | None:
 
 
 def _token_id(key: object) -> int:
-    """Return the integer of a key of logit_bias, an integer or digits."""
+    """Return the token id that a key of logit_bias gives, as an integer or as digits."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS:
         key = int(key)
     if type(key) is not int:

@@ -111,6 +111,7 @@ def _check_names(mapping: Mapping[str, Any], kind: type[Any], problem: str) -> N
 
 
 def _read(number: int, continuation: object) -> str | Sequence[int]:
+    """Check a continuation, and return it. number: its index in the request's list."""
     if isinstance(continuation, str):
         return continuation
     if not isinstance(continuation, (list, tuple)):
@@ -124,7 +125,7 @@ def _read(number: int, continuation: object) -> str | Sequence[int]:
 
 @dataclass(frozen=True)
 class ClassParams:
-    """Ask for a text's classes, of a checkpoint with a head. Raises InvalidSampling for an impossible value.
+    """Ask for a text's classes, from a checkpoint that classifies. Raises InvalidSampling for an impossible value.
 
     pair: a second text, such as the document behind a query.
     truncate_prompt_tokens: read only this many of a single text's first tokens, special ones included; -1 reads as

@@ -17,7 +17,7 @@ from engine.sampling.sampling_rows import SamplingRows
 
 
 def share(total: Tensor, top_p: Tensor) -> Tensor:
-    """Return floor(top_p total), top_p cut to 31 bits, and 1 at least. total: int64 up to 2^60."""
+    """Return floor(top_p * total), but at least 1. top_p counts with 31 bits. total: int64 up to 2^60."""
     fraction = (top_p * 2.0**31).to(torch.int64)
     high = total >> 31
     low = total & (2**31 - 1)
@@ -37,15 +37,18 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     assert logits.shape[1] <= MAX_VOCAB_SIZE
     highest, chosen = first_highest(logits)
-    is_one = highest.isfinite()
-    drawn = (is_one & (rows.temperature > 0)).nonzero().squeeze(1)
+    has_choice = highest.isfinite()
+    drawn = (has_choice & (rows.temperature > 0)).nonzero().squeeze(1)
     for places in torch.split(drawn, ROWS_AT_ONCE):
         chosen[places] = draw(logits[places].float(), highest[places], rows.only(places))
-    return chosen.masked_fill_(~is_one, -1)
+    return chosen.masked_fill_(~has_choice, -1)
 
 
 def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's highest logit, float32 (NaN above all), and its first id, int64; tiles are 10 times faster."""
+    """Return each row's highest logit, float32, and the lowest token id that has it, int64. NaN counts as the highest.
+
+    The maximum of each tile of logits is taken first: this is ten times as fast as one maximum of the whole row.
+    """
     vocab_size = logits.shape[1]
     whole = vocab_size - vocab_size % TILE
     maxima = logits[:, :whole].reshape(len(logits), whole // TILE, TILE).amax(-1)
@@ -59,7 +62,7 @@ def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
-    """Return each row's first token whose cumulative weight exceeds its uniform's part: [rows] int64.
+    """Return each row's first token whose cumulative weight exceeds the row's uniform times the total: [rows] int64.
 
     logits: [rows, vocabulary] float32.  highest: [rows] float32, of each row.
     """
@@ -77,16 +80,18 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
 def cut(
     weights: Tensor, logits: Tensor, rows: SamplingRows, num_candidates: int = NUCLEUS_GUESS
 ) -> Tensor:
-    """Return the weights, 0 where top_k and top_p cut them off.
+    """Return the weights, with 0 for each token that top_k or top_p excludes.
 
-    Only the num_candidates or top_k highest logits are looked at, unless a nucleus may be wider.
+    It looks only at the num_candidates or top_k highest logits. If a row's top_p needs more, it looks at all of them.
     """
     vocab_size = logits.shape[1]
     top_k = rows.top_k.long()
     top_p = rows.top_p
     num_candidates = min(vocab_size, max(num_candidates, int(top_k.max())))
     ordered, ids = logits.topk(num_candidates, dim=-1)
+    # [rows, candidates]: the weight of a candidate and of all more likely ones
     ends = weights.gather(1, ids).cumsum(-1)
+    # [rows]: how many tokens top_k keeps
     limit = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
     last = (limit.clamp(max=num_candidates) - 1).unsqueeze(1)
     total = torch.where(top_k > 0, ends.gather(1, last).squeeze(1), weights.sum(-1))

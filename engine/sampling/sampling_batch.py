@@ -1,6 +1,6 @@
 """SamplingBatch: the sampler's inputs besides logits, as arrays; `values` has SamplingParams' columns.
 
-One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
+One structured array holds a row's values: the columns of SamplingParams, and the sequence's seed and sample index.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,9 @@ def neutral_rows(num_rows: int) -> Values:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The choice of one token for each row of a step's logits, as numpy arrays.
+    """What the sampler needs to choose one token for each row of a step's logits, as numpy arrays.
 
-    values: [samples] of dtype ROW.  position: [samples] uint64, the tokens before.
+    values: [samples] of dtype ROW.  position: [samples] uint64, how many tokens stand before the chosen one.
     edits: of the logits, if any.  fill_masks: computes the masks that are still zeros, while the step runs.
     """
 

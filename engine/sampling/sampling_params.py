@@ -1,8 +1,8 @@
 """SamplingParams: how to choose tokens for one request and when to stop.
 
-Each field has a name, a neutral default and a range. A `column` also has the dtype of the sampler's array: slots,
-batches, graphs and warm-up take the columns from here, so that a new one is a row here and in sampling_rows.py, and a
-function in each sampler.
+Each field has a name, a neutral default and a range. A `column` also has the dtype of the sampler's array. Slots,
+batches, graphs and warm-up take the columns from here: a new column needs only a row here, a row in sampling_rows.py,
+and a function in each sampler.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SamplingParams:
 
     max_tokens: the most new tokens.
     temperature: 0 is greedy: the highest logit, the lowest token id among equals.
-    top_p, top_k, min_p: cuts of the distribution, applied min_p, top_k, top_p; top_k of 0 or -1 is off.
+    top_p, top_k, min_p: cuts of the distribution, applied in the order min_p, top_k, top_p; top_k of 0 or -1 is off.
     seed: with the position and the sample's index it fixes every choice; None draws a fresh seed.
     stop: text that ends the completion and is cut from it; one string or several.
     stop_token_ids: token ids that end the completion, beside the model's own end tokens.
@@ -81,19 +81,19 @@ class SamplingParams:
     separate_reasoning: give what is in a reasoning span apart from the text.
     tools: in OpenAI's shape. Calls of these are given apart from the text.
     tool_choice: "required" for an answer that is a call of one of the tools, or {"type": "function", "function":
-        {"name": ...}} for a call of that one. It is a form, as structured_outputs are, and goes before these.
-    parallel_tool_calls: False ends the completion behind its first call of a tool, and gives no further one.
+        {"name": ...}} for a call of that one. It decides the form of the text, in place of structured_outputs.
+    parallel_tool_calls: False ends the completion behind its first call of a tool, so that it has one call at most.
     echo: give the prompt's text and its tokens too.
-    reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
-        tokens.
+    reasoning_marks: the two texts before and behind a reasoning span; () takes those of the model's template or
+        special tokens.
     include_stop_str_in_output: leave the stop string that ends the completion at the end of its text.
     skip_special_tokens: leave special tokens out of the text; stop strings are looked for in what remains.
     spaces_between_special_tokens: with special tokens in the text, leave the spaces that some tokenizers put
         between two of them.
     truncate_prompt_tokens: read only this number of the prompt's last tokens, be it token ids, text or a chat;
         -1 reads as many as leave room for one new token.
-    structured_outputs: the form of the text; a pydantic model's class stands for JSON of its schema. It ends only
-        where the form is complete, or by its length; where nothing can follow it ends, whatever min_tokens and
+    structured_outputs: the form of the text; a pydantic model's class stands for JSON of its schema. The text ends
+        only where the form is complete, or by its length. Where nothing can follow, it ends whatever min_tokens and
         ignore_eos say. No reasoning is split from it. With tools the text has this form or is one call of a tool.
     adapter: the LoRA adapter of this request, by its name in the engine's folder; None for the model alone.
     """
@@ -185,7 +185,7 @@ class SamplingParams:
         """Build from names and values that came from outside, such as a job's keyword arguments.
 
         A value of None stands for the default. Raises InvalidSampling for a name that is unknown or not built
-        yet; none is ever ignored.
+        yet: no name is ignored.
         """
         for name in mapping:
             if name not in _NAMES:
@@ -196,23 +196,22 @@ class SamplingParams:
                     f"{brief(name)} {problem}; {hint}accepted are {', '.join(_NAMES)}"
                 )
         values = {name: value for name, value in mapping.items() if value is not None}
-        if not _is_plain(values):  # numbers of numpy, for example, which marshal takes for bytes
+        if not _is_plain(values):  # such as a number of numpy, which marshal would write as bytes
             return cls(**values)
         try:
             key = marshal.dumps(values, 2)  # without references: equal values have equal bytes
-        except ValueError:  # it holds what is no plain value
+        except ValueError:  # a value that marshal cannot write, such as lists nested too deeply
             return cls(**values)
         return _remembered(key) if len(key) <= MAX_KEY_BYTES else cls(**values)
 
 
 def _is_plain(value: object) -> bool:
+    """Whether a value consists of Python's own mappings, lists, numbers and texts alone."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return (
-        all(map(_is_plain, value))
-        if isinstance(value, list | tuple)
-        else type(value) in (bool, int, float, str)
-    )
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int, float, str)
 
 
 def check_truncation(truncate_prompt_tokens: int | None) -> None:
@@ -271,5 +270,9 @@ MAX_KEY_BYTES = 16_384  # of values that are remembered
 
 @lru_cache(maxsize=256)
 def _remembered(key: bytes) -> SamplingParams:
-    """Return the params of some values; jobs share few sets of them. key: tells 1, 1.0 and True apart."""
+    """Return the params of values that `marshal` wrote as `key`, from the cache if they came before.
+
+    Many requests have the same values. The values themselves are no good key: 1, 1.0 and True are equal, and their
+    bytes are not.
+    """
     return SamplingParams(**marshal.loads(key))

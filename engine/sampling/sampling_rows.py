@@ -9,11 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """A contiguous tensor for each parameter, with an entry for each row; names mean what SamplingParams' do.
+    """A contiguous tensor for each parameter, with an entry for each row. The parameters are those of SamplingParams.
 
     temperature, top_p, min_p: [rows] float32.  top_k: [rows] int32, 0 or less is off.
-    seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, the counter of the row's
-    uniform; position counts all tokens before the chosen one.
+    seed: [rows] int64, with the bits of an unsigned seed.
+    sample_index, position: [rows] int64, the counter of the row's uniform; position counts all tokens before the chosen
+    one.
     """
 
     temperature: Tensor

@@ -36,7 +36,7 @@ class StructuredOutputsParams:
                 f"{NAME}.json_object must be true or false", brief(self.json_object)
             )
         check_switch(f"{NAME}.{WHITESPACE}", self.allow_whitespace)
-        if not self.json_object:
+        if not self.json_object:  # False asks for nothing, as None does
             object.__setattr__(self, "json_object", None)
         kinds = [name for name in NAMES if getattr(self, name) is not None]
         if len(kinds) != 1:
@@ -46,7 +46,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", _schema(self.json))
         elif self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        elif self.json_object is None:
+        elif self.json_object is None:  # a regex or a grammar
             _check_text(kinds[0], getattr(self, kinds[0]))
 
     @property
@@ -65,11 +65,13 @@ NAMES = tuple(
 def json_schema_of(value: Any) -> Any:
     """Return the JSON schema of a pydantic model's class, and any other value as it is.
 
-    An object has no other keys than its class names, unless the class says `extra="allow"`: else a model may add them
-    without end.
+    Objects may have only the keys that their class names, unless the class says `extra="allow"`. With other keys
+    allowed, a language model may add keys without end.
     """
-    make = getattr(value, "model_json_schema", None)
-    return _closed(make()) if isinstance(value, type) and callable(make) else value
+    make_schema = getattr(value, "model_json_schema", None)
+    if isinstance(value, type) and callable(make_schema):
+        return _closed(make_schema())
+    return value
 
 
 def _closed(schema: Any) -> Any:
@@ -96,7 +98,10 @@ _DATA = ("const", "default", "enum", "example", "examples")
 
 
 def structured_outputs(value: object) -> StructuredOutputsParams | None:
-    """Read an object of the class, the same as a mapping, or a pydantic model's class. Raises InvalidSampling."""
+    """Return StructuredOutputsParams for a mapping of its fields or for a pydantic model's class.
+
+    None and StructuredOutputsParams are returned as they are. Raises InvalidSampling.
+    """
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if isinstance(value, type):

@@ -6,8 +6,8 @@ tokens), and ids are never used again: no collision or recycled block can return
 A block is published when the step that computes it is scheduled, because every layer stores keys and values
 before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not run.
 
-Behind the whole blocks, a few more tokens may be copied from a block that begins with them (`Tails`), if an
-earlier step has computed it. That block is held until the step that copies is launched.
+Behind a sequence's cached blocks, a few more tokens may be copied from a block that begins with them (`Tails`), if an
+earlier step has computed that block. The block is held until the step that copies from it is launched.
 """
 
 from array import array
@@ -29,13 +29,16 @@ TOKEN_BYTES = 4
 
 
 class Tails:
-    """Blocks by the content before them, sorted by their tokens' bytes: neighbours share the most tokens."""
+    """Blocks by the content before them. Blocks behind the same content are sorted by the bytes of their tokens.
+
+    So the block that shares the most first tokens with given ones is next to the place where these would be inserted.
+    """
 
     def __init__(self) -> None:
         self._behind: dict[int, list[tuple[bytes, int]]] = {}
 
     def add(self, parent: int, tokens: bytes, block_id: int) -> None:
-        """Note that a block holds these tokens behind that content, and maybe more."""
+        """Note that a block behind the content `parent` begins with these tokens."""
         insort(self._behind.setdefault(parent, []), (tokens, block_id))
 
     def remove(self, parent: int, tokens: bytes, block_id: int) -> None:
@@ -65,9 +68,17 @@ def num_shared(one: bytes, other: bytes) -> int:
 
 
 def num_equal(one: list[BlockKey], other: list[BlockKey]) -> int:
-    """Count the first keys that are equal in both; a key stands for all before it too, so a bisection finds them."""
+    """Count the first keys that are equal in both lists.
+
+    A key's hash covers all tokens before it: once two keys differ, all later ones differ too. So a bisection finds the
+    first difference.
+    """
     shortest = min(len(one), len(other))
-    return bisect_left(range(shortest), True, key=lambda i: one[i].hash != other[i].hash)
+
+    def differ(index: int) -> bool:
+        return one[index].hash != other[index].hash
+
+    return bisect_left(range(shortest), True, key=differ)
 
 
 LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
@@ -78,7 +89,7 @@ LEAST_SHARE = 8
 
 @dataclass(frozen=True)
 class BlockCopy:
-    """A copy of a block's first keys and values, for the same first tokens of another block."""
+    """A copy of a block's first keys and values into another block, which begins with the same tokens."""
 
     source: int
     target: int
@@ -87,7 +98,7 @@ class BlockCopy:
 
 @dataclass(frozen=True)
 class Tail:
-    """A block whose first tokens can be copied behind a sequence's whole blocks, and how many."""
+    """A block whose first num_tokens tokens can be copied behind a sequence's cached blocks."""
 
     block_id: int
     num_tokens: int
@@ -102,7 +113,7 @@ class Block:
     """One block of the pool.
 
     `content_id` names a full block's content, None until it is published. `hash` is set only while the prefix cache
-    finds the block under it. `is_listed`: its first `tokens` are among the tails.
+    finds the block under it. `is_listed`: the block and its `tokens` are listed in Tails.
     """
 
     __slots__ = (
@@ -132,7 +143,7 @@ class Block:
 class BlockManager:
     """Hands out blocks and takes them back. Not thread-safe: only the scheduler calls it, except for `keys_of`.
 
-    snapshots: of a model with states, whose cached prefixes end at one.
+    snapshots: for a model with states, whose cached prefix must end where a snapshot was made; else None.
     hash_block: (parent hash, token bytes) -> hash, replaceable so that tests can force collisions.
     """
 
@@ -152,10 +163,10 @@ class BlockManager:
         self._hash_block = hash_block
         self._as_int32 = Struct(f"{block_size}i").pack
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        # Free blocks, the next to be taken first: those that hold nothing, then least recently used.
+        # Free blocks in the order in which they are taken: first those without content, then by last use.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[int, Block] = {}
-        self._tails = Tails()  # computed by launched steps
+        self._tails = Tails()  # holds only what launched steps compute
         self._content_ids = count(ROOT + 1)
 
     @property
@@ -168,17 +179,18 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def keys_of(self, key_ids: list[int], root: int = ROOT) -> list[BlockKey]:
-        """Return the keys of a prompt's full blocks. key_ids, root: of Sequence. For any thread."""
+        """Return the keys of a prompt's full blocks. Any thread may call this. key_ids, root: as in Sequence."""
         keys: list[BlockKey] = []
         self._extend(keys, key_ids, root)
         return keys
 
     def extend_keys(self, seq: Sequence) -> None:
-        """Add the missing keys of a sequence's full blocks, unless it shares none."""
+        """Add the missing keys of a sequence's full blocks, if it shares blocks."""
         if seq.shares_blocks:
             self._extend(seq.block_keys, seq.key_ids, seq.root)
 
     def _extend(self, keys: list[BlockKey], key_ids: list[int], root: int) -> None:
+        """Append the keys of full blocks that `keys` lacks."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size
@@ -203,6 +215,7 @@ class BlockManager:
         return seq.pictures is None or seq.pictures.whole_until(end) == end
 
     def _find_blocks(self, seq: Sequence) -> list[int]:
+        """Return the cached blocks that hold the sequence's first tokens, whether or not they have a snapshot."""
         block_ids: list[int] = []
         parent = seq.root
         for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
@@ -217,11 +230,11 @@ class BlockManager:
     def begin_states(
         self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves
     ) -> None:
-        """Have a sequence that is being admitted begin at the snapshot behind `cached`; choose where to make its own.
+        """Have a sequence that is being admitted begin at the snapshot behind `cached`; choose where to make new ones.
 
-        Its own snapshots are made behind tokens that others share, and behind the last full block of a long prompt or
-        text. Others share cached blocks without a snapshot, the longest prefix of one of the next `waiting`, and the
-        prompt of a tree.
+        A snapshot is made behind each prefix that other sequences share: cached blocks that have no snapshot yet, the
+        longest prefix in common with one of the next `waiting`, and the prompt of a tree. Another is made behind the
+        last full block of a long prompt or text.
         """
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
@@ -239,7 +252,10 @@ class BlockManager:
         seq.state_cuts = [n * self.block_size for n in cuts if n > len(cached)]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
-        """Note the snapshots to make of a sequence: the step computes its first num_tokens, which are published."""
+        """Note the snapshots that a step makes of a sequence.
+
+        num_tokens: how many of its first tokens are computed after the step; the blocks that they fill are published.
+        """
         assert self.snapshots is not None
         while seq.state_cuts and seq.state_cuts[0] <= num_tokens:
             end = seq.state_cuts.pop(0)
@@ -247,8 +263,10 @@ class BlockManager:
             if last >= seq.num_published_blocks:
                 continue  # these blocks are not published: nobody else can hit them
             content_id = self._content_id(seq.block_table[last])
-            is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
-            if not is_found or content_id in self.snapshots:
+            found_id = self._by_hash[seq.block_keys[last].hash].content_id
+            if found_id != content_id:
+                continue  # the cache finds other content under this hash, so nobody could use the snapshot
+            if content_id in self.snapshots:
                 continue
             row = self.snapshots.take(content_id)
             if row != NO_ROW:
@@ -278,24 +296,29 @@ class BlockManager:
         return Tail(block_id, num_tokens)
 
     def num_missing(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> int:
-        """Return how many free blocks `seq` lacks on top of `cached`; 0 or less means it fits."""
+        """Return how many more free blocks `seq` needs than there are; 0 or less means that it fits."""
         reused = cached if tail is None else [*cached, tail.block_id]
-        taken_from_free = sum(1 for block_id in reused if self._blocks[block_id].ref_count == 0)
-        return self.num_blocks_for(seq.num_tokens) - len(cached) + taken_from_free - len(self._free)
+        num_reused_free = sum(1 for block_id in reused if self._blocks[block_id].ref_count == 0)
+        num_new = self.num_blocks_for(seq.num_tokens) - len(cached)
+        return num_new + num_reused_free - len(self._free)
 
     def num_freed_by(self, seqs: Iterable[Sequence], keep: list[int]) -> int:
-        """Return how many blocks beside `keep` would be free if all of `seqs` gave up theirs."""
-        held = Counter(block_id for seq in seqs for block_id in seq.block_table)
+        """Return how many blocks would become free if all of `seqs` gave up theirs, not counting the blocks `keep`."""
+        num_holders = Counter(block_id for seq in seqs for block_id in seq.block_table)
         for block_id in keep:
-            del held[block_id]
-        return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
+            del num_holders[block_id]
+        return sum(
+            1
+            for block_id, count in num_holders.items()
+            if self._blocks[block_id].ref_count == count
+        )
 
     def allocate(
         self, seq: Sequence, cached: list[int], tail: Tail | None = None
     ) -> BlockCopy | None:
         """Give `seq` blocks for all its tokens, the first ones being `cached`; return the copy to make.
 
-        The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
+        The block that `tail` names is held until `let_go_sources`. If this raises OutOfBlocks, nothing has changed.
         """
         num_blocks = self.num_blocks_for(seq.num_tokens)
         if num_blocks >= len(self._free):
@@ -320,14 +343,14 @@ class BlockManager:
     def launched(self, published: Iterable[Block]) -> None:
         """Let the first tokens of these blocks be copied: the step that computes them is launched."""
         for block in published:
-            # Another block has this content.
-            is_known = block.content_id is not None and block.hash is None
-            if not block.is_listed and not is_known:
+            # Without a hash of its own, a published block has content that the cache finds in another block.
+            is_copy = block.content_id is not None and block.hash is None
+            if not block.is_listed and not is_copy:
                 self._tails.add(block.parent_content_id, block.tokens, block.block_id)
                 block.is_listed = True
 
     def let_go_sources(self, copies: Iterable[BlockCopy]) -> None:
-        """Let the sources be given away: the step that copies is launched, or never will be."""
+        """Stop holding the blocks that are copied from. The step that copies them is launched, or never will be."""
         for copy in copies:
             self._let_go(self._blocks[copy.source])
 
@@ -336,7 +359,7 @@ class BlockManager:
         seq.block_table.append(self._take())
 
     def release(self, seq: Sequence) -> None:
-        """Take back all blocks of `seq`, the last first, so that a prefix outlives what follows it."""
+        """Take back all blocks of `seq`, the last one first: the cache then loses a text's end before its start."""
         for block_id in reversed(seq.block_table):
             block = self._blocks[block_id]
             if block.ref_count > 1:
@@ -348,7 +371,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
-        """Let the blocks that the first `num_tokens` tokens fill be hit; return those that could not be so far."""
+        """Add the blocks that the first `num_tokens` tokens fill to the prefix cache; return the newly added ones."""
         num_full = num_tokens // self.block_size
         if (
             not self.enable_prefix_caching
@@ -372,7 +395,10 @@ class BlockManager:
         return published
 
     def publish_tail(self, seq: Sequence) -> list[Block]:
-        """Return the last block of `seq` for `launched` to list, if it is not full and no other holds its tokens."""
+        """Return the last block of `seq` if it is not full and no other listed block begins with its tokens.
+
+        `launched` lists it among the tails. Returns [] otherwise.
+        """
         num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
         if (
             not self.enable_prefix_caching
@@ -393,9 +419,9 @@ class BlockManager:
         return [block]
 
     def withdraw(self, published: Iterable[Block]) -> None:
-        """Unpublish these blocks, as their step has not run.
+        """Remove from the prefix cache the blocks that one step has published, as the step has not run.
 
-        Its sequences must be released too, and those of all later steps.
+        The sequences of that step must be released too, and those of all later steps.
         """
         for block in published:
             self._forget(block)
@@ -411,7 +437,7 @@ class BlockManager:
         return block_id
 
     def _let_go(self, block: Block) -> None:
-        """Drop one reference. Of free blocks those that nothing can find are taken first."""
+        """Drop one reference. A block that becomes free is taken before all others if no cache finds its content."""
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block.block_id] = None
@@ -425,7 +451,7 @@ class BlockManager:
         block.forget()
 
     def _hide(self, block: Block) -> None:
-        """Let nobody hit the block any more, nor the state behind it."""
+        """Take the block, and the snapshot of the state behind it, out of the prefix cache."""
         if block.hash is not None:
             del self._by_hash[block.hash]
             block.hash = None
@@ -438,7 +464,10 @@ class BlockManager:
             block.is_listed = False
 
     def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
-        """Give a full block its content id, and return that; other content of the same hash is not found any more."""
+        """Give a full block its content id, and return the id.
+
+        If another block's content has the same hash, the cache finds this block from now on and not that one.
+        """
         owner = self._by_hash.get(key.hash)
         self._unlist(block)
         block.parent_content_id = parent

@@ -68,7 +68,7 @@ class RunningList:
         self._lanes = None
 
     def remove(self, gone: Iterable[Sequence]) -> None:
-        """Take out some of them; all must be there."""
+        """Take out these sequences, which must all be in the list."""
         leaving = set(gone)
         self._seqs = [seq for seq in self._seqs if seq not in leaving]
         self._lanes = None
@@ -82,14 +82,14 @@ class RunningList:
         self._lanes = {}
 
     def move(self, seq: Sequence, lane: int) -> None:
-        """Move one of them to another lane."""
+        """Move a running sequence to another lane."""
         self._seqs.remove(seq)
         seq.lane = lane
         self.add(seq)
 
 
 def urgency(seq: Sequence) -> tuple[int, int]:
-    """Return a key that sorts sequences, the most urgent first."""
+    """Return a sort key that puts the most urgent sequence first."""
     return seq.lane, seq.arrival
 
 
@@ -98,32 +98,34 @@ MAX_HELD_STEPS = 16  # or after this number of steps
 
 
 class AdmissionGate:
-    """Keeps out a lane, and less urgent ones, after one of its sequences has found no room.
+    """Admits no sequence of a lane, or of less urgent lanes, after one of its sequences has found no room.
 
-    It opens when a sixteenth of the running sequences has left, and after sixteen steps in any case.
+    The gate opens when a sixteenth of the running sequences has left, and after sixteen steps in any case.
     """
 
     def __init__(self, *, batches: bool) -> None:
-        """batches: whether the gate ever closes."""
+        """batches: admit sequences in batches; without it the gate never closes."""
         self._batches = batches
-        self._lane: int | None = None  # the most urgent lane that it is closed to
+        self._lane: int | None = None  # the most urgent lane kept out; None while the gate is open
         self._num_left = 0
         self._num_steps = 0
 
     def close(self, lane: int) -> None:
-        """Close to a lane in which a sequence has found no room."""
+        """Close the gate to a lane in which a sequence has found no room, and to less urgent lanes."""
         if not self._batches:
             return
         if self._lane is None:
-            self._num_left = self._num_steps = 0
-        self._lane = lane if self._lane is None else min(lane, self._lane)
+            self._num_left = 0
+            self._num_steps = 0
+            self._lane = lane
+        self._lane = min(lane, self._lane)
 
     def count_left(self, num_seqs: int) -> None:
         """Count running sequences that have ended."""
         self._num_left += num_seqs
 
     def begin_step(self, num_running: int) -> None:
-        """Open, if it is time, before a step is scheduled."""
+        """Open the gate, if it is time, before a step is scheduled."""
         self._num_steps += 1
         if self._num_left * LEFT_SHARE >= num_running or self._num_steps > MAX_HELD_STEPS:
             self._lane = None

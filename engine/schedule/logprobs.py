@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, in the form of steps and in the form of completions."""
+"""Log probabilities of tokens: arrays as steps return them, and dicts as completions hold them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowLogprobs:
     top_logprobs: NDArray[np.float32]
 
     def rows(self, first: int, end: int) -> RowLogprobs:
-        """Copy some of the rows."""
+        """Return a copy of the rows from `first` up to `end`."""
         top = slice(self.starts[first], self.starts[end])
         return RowLogprobs(
             self.logprobs[first:end].copy(),
@@ -54,18 +54,17 @@ def as_dicts(
     for part in known:
         starts = part.starts[:-1].tolist()
         ends = part.starts[1:].tolist()
-        entries = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
-        for token_id, (logprob, rank, start, end) in zip(
-            token_ids[len(dicts) :], entries, strict=False
-        ):
-            top = slice(start, min(end, start + num_top))
+        rows = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
+        part_token_ids = token_ids[len(dicts) :]
+        for token_id, (logprob, rank, start, end) in zip(part_token_ids, rows, strict=False):
             by_token = {token_id: _logprob(logprob, rank, text_of(token_id))}
-            likeliest = zip(
-                (-part.top_logprobs[top]).tolist(), part.top_ids[top].tolist(), strict=True
-            )
-            for place, (negative, other) in enumerate(sorted(likeliest), start=1):
-                if other != token_id:
-                    by_token[other] = _logprob(-negative, place, text_of(other))
+            top = slice(start, min(end, start + num_top))
+            # Negative, so that they sort by falling probability, and equal ones by token id.
+            negatives = (-part.top_logprobs[top]).tolist()
+            likeliest = sorted(zip(negatives, part.top_ids[top].tolist(), strict=True))
+            for top_rank, (negative, other_id) in enumerate(likeliest, start=1):
+                if other_id != token_id:
+                    by_token[other_id] = _logprob(-negative, top_rank, text_of(other_id))
             dicts.append(by_token)
     return dicts
 

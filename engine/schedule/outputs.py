@@ -65,9 +65,9 @@ class RequestMetrics:
 
 
 class PartialText(NamedTuple):
-    """A beginning of a completion's reasoning and text, and the tokens that it is certain with.
+    """The beginning of an unfinished completion: as much of its reasoning and text as is certain.
 
-    reasoning: None if none has begun.
+    reasoning: None if no reasoning has begun.  token_ids: all tokens generated so far.
     """
 
     reasoning: str | None
@@ -96,8 +96,8 @@ class Completion:
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
     logprobs: if wanted, for each of token_ids a dict by token id: its own first, then the most likely ones.
     embedding: with PoolingParams, float32; such a completion has no token.
-    class_scores: with ClassParams, each class's probability by its label. A single class has the head's number, which
-        for two texts is turned into a probability, unless the checkpoint says otherwise.
+    class_scores: with ClassParams, each class's probability by its label. For a head of a single class it is the head's
+        number. For two texts that number is turned into a probability, unless the checkpoint says otherwise.
     reasoning: with SamplingParams.separate_reasoning, the reasoning span, which `text` then leaves out.
     tool_calls: with SamplingParams.tools, the calls, as {"name", "arguments": their JSON}. `text` leaves them out.
     tool_call_error: why something that looks like a call is no call. It stays in `text`.
@@ -133,7 +133,7 @@ class Completion:
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:
-        """Stand in for the completions of a request that could not run."""
+        """Return a completion that stands for all samples of a request that could not run."""
         return cls(
             request_id,
             index=0,

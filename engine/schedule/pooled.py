@@ -12,7 +12,7 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """Collects one sequence's vector. next: the place of the first hidden state that no launched step computes."""
+    """Collects one sequence's vector. next: the index of the first token that launched steps have still to pool."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class PooledStates:
         normalize: bool = False,
         project: Callable[[Vector], Vector] | None = None,
     ) -> None:
-        """modes: of Pooling.  num_tokens: of the sequence.  dimensions: how many are kept, None for all.
+        """modes: as in Pooling.  num_tokens: of the sequence.  dimensions: how many numbers to keep, None for all.
 
         project: turns the pooled states into the vector that is cut and normalised.
         """
@@ -47,11 +47,11 @@ class PooledStates:
         return range(self.next, min(num_tokens, self._end))
 
     def forget(self) -> None:
-        """Drop the states of launched steps, which will not come."""
+        """Go back to the last state that was added: the launched steps that have not run will not run."""
         self.next = self._first + self._num_rows
 
     def add(self, pooled: NDArray[np.float32], num_rows: int) -> None:
-        """Add a step's pooled states of the next num_rows tokens: [modes * hidden], by `pool`."""
+        """Add a step's pooled states of the next num_rows tokens. pooled: [modes * hidden], mode after mode."""
         new = pooled.reshape(len(self._modes), -1)
         if self._vectors is None:
             self._vectors = new.copy()
@@ -104,12 +104,17 @@ class ClassStates(PooledStates):
         self._of_pair = of_pair
 
     def result(self) -> dict[str, float]:
-        """Return each class's probability by label, or a single class's number, for pairs as a cross-encoder does."""
+        """Return each class's probability by label.
+
+        A head of one class gives its plain number instead. For a pair of texts, as from a cross-encoder, that number
+        is turned into a probability unless the checkpoint asks for plain numbers.
+        """
         numbers = np.array(self.vector(), np.float64)
-        is_alone = len(numbers) == 1
-        if not is_alone and self._classes.is_exclusive:
+        has_one_class = len(numbers) == 1
+        stays_plain = has_one_class and (not self._of_pair or self._classes.has_plain_relevance)
+        if self._classes.is_exclusive and not has_one_class:
             weights = np.exp(numbers - numbers.max())
             numbers = weights / weights.sum()
-        elif not is_alone or (self._of_pair and not self._classes.has_plain_relevance):
+        elif not stays_plain:
             numbers = 1 / (1 + np.exp(-numbers))
         return dict(zip(self._classes.labels, numbers.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""PreparedPrompt: a request prepared beside the engine's thread. It needs neither torch nor numpy."""
+"""PreparedPrompt: a request that another thread prepares for the engine. It needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt after the work that takes longer for a longer prompt: made by `Engine.prepare`.
+    """A prompt after all work that grows with its length. `Engine.prepare` makes it.
 
     token_ids: checked. block_keys: of its full blocks, none if prefixes are not cached. continued: the tree of the
     continuations to score; num_prompt_tokens then counts the prompt's own tokens. pictures: those in the prompt.

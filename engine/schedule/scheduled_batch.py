@@ -25,10 +25,11 @@ class ScheduledBatch:
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
     is computed.
     states: None if the model keeps none.
-    drafted: sequences with a row for each guess too, behind all others; each row samples.
-    scored, pooled: once the step is built, its sequences that score or are pooled, and with how many tokens each.
-    launched: `advance` has counted the step. Then there are also generations, [samples] int64, of SlotTable, and
-    ending: sequences that sample nothing and end with this step.
+    drafted: sequences with guesses, behind all others. Each has a row for its last token and one for each guess, and
+    every such row samples.
+    scored, pooled: set once the step is built: the sequences that score or are pooled, and how many tokens of each.
+    launched: whether `advance` has counted the step. Only then are these set: generations, [samples] int64, of
+    SlotTable, and ending, the sequences that sample nothing and end with this step.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -56,7 +57,7 @@ class ScheduledBatch:
         self.num_decode_tokens += len(group.seqs)
 
     def add_guesses(self, guesses: list[list[int]], drafts: Drafts) -> None:
-        """Compute guesses behind the last tokens of `decodes`. guesses: of each of them, [] for none."""
+        """Have the step compute guesses behind the last tokens of `decodes`. guesses: of each sequence, maybe none."""
         is_drafted = np.array([bool(guess) for guess in guesses])
         self.drafted = [
             Drafted(self.decodes[i], guesses[i], drafts)
@@ -75,14 +76,14 @@ class ScheduledBatch:
         self.num_tokens += num_new_tokens
 
     def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
-        """Split the step in two that do the same in this order, before it is launched.
+        """Split a step that is not launched into two, which do the same if they run in this order.
 
-        The first needs nothing of the second: in its own step a block is hit only by later sequences.
+        The first needs nothing of the second: within a step, a sequence only shares blocks of sequences before it.
         """
-        middle = len(self.seqs) // 2
-        cut = max(0, middle - len(self.decodes))
-        first, second = (
-            ScheduledBatch(
+
+        def part(decodes: slice, prefills: slice) -> ScheduledBatch:
+            """Return a step of these decodes and prefills, without copies and published blocks."""
+            return ScheduledBatch(
                 self.decodes[decodes],
                 self.prefills[prefills],
                 self.prefill_lens[prefills],
@@ -92,21 +93,23 @@ class ScheduledBatch:
                 states=self.states,
                 num_decode_tokens=len(self.decodes[decodes]),
             )
-            for decodes, prefills in (
-                (slice(middle), slice(cut)),
-                (slice(middle, None), slice(cut, None)),
-            )
-        )
-        block_ids = {block_id for seq in first.seqs for block_id in seq.block_table}
+
+        middle = len(self.seqs) // 2
+        prefill_middle = max(0, middle - len(self.decodes))
+        first = part(slice(middle), slice(prefill_middle))
+        second = part(slice(middle, None), slice(prefill_middle, None))
+        first_block_ids = {block_id for seq in first.seqs for block_id in seq.block_table}
         for copy in self.copies:
-            (first if copy.target in block_ids else second).copies.append(copy)
+            owner = first if copy.target in first_block_ids else second
+            owner.copies.append(copy)
         for block in self.published:
-            (first if block.block_id in block_ids else second).published.append(block)
+            owner = first if block.block_id in first_block_ids else second
+            owner.published.append(block)
         return first, second
 
     @cached_property
     def seqs(self) -> list[Sequence]:
-        """The sequences of a scheduled step, decodes first, those with guesses last."""
+        """The step's sequences, to be read once all are scheduled: decodes first, those with guesses last."""
         return self.decodes + self.prefills + [draft.seq for draft in self.drafted]
 
     @cached_property
@@ -119,18 +122,17 @@ class ScheduledBatch:
 
     @cached_property
     def num_new_tokens(self) -> NDArray[np.int64]:
-        """[seqs] int64, the tokens to compute for each."""
+        """[seqs] int64, how many tokens to compute for each sequence."""
         later_lens = self.prefill_lens + [1 + len(draft.guesses) for draft in self.drafted]
         return np.concatenate((np.ones_like(self.decode_slots), np.array(later_lens, np.int64)))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """[seqs] bool, whether each samples its next token, and no more behind guesses."""
+        """[seqs] bool, whether each sequence samples exactly one token; False for those with guesses."""
+        num_decodes = len(self.decodes)
         samples = np.zeros(len(self.seqs), np.bool_)
-        samples[: len(self.decodes) + len(self.prefills)] = [
-            *[True] * len(self.decodes),
-            *self.prefill_samples,
-        ]
+        samples[:num_decodes] = True
+        samples[num_decodes : num_decodes + len(self.prefills)] = self.prefill_samples
         return samples
 
     @cached_property
@@ -150,9 +152,9 @@ class ScheduledBatch:
 
     @cached_property
     def num_guessed(self) -> int:
-        """The number of rows of `drafted`."""
+        """The number of rows of `drafted`: each sequence's last token, and its guesses."""
         return sum(1 + len(draft.guesses) for draft in self.drafted)
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
-        """Yield each of `prefills`, its tokens to compute, and whether it samples then."""
+        """Yield each of `prefills`, how many of its tokens to compute, and whether it then samples."""
         return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)

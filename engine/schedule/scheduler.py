@@ -11,8 +11,9 @@ the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
 launched, with a pending token for each sequence that samples; `receive` fills the tokens in. A sequence that
-reaches max_len gives up slot and blocks as soon as that step is launched: the sequence that takes them writes in
-a later launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
+reaches max_len gives up slot and blocks as soon as its last step is launched: another sequence may take them, as its
+step is launched later and launches run in order. If a sequence ends for another reason, the step launched after that
+has computed one token too many for it, and this token is dropped.
 """
 
 import time
@@ -67,7 +68,7 @@ class Scheduler:
         self._num_arrivals = 0
         # Scheduled and not received, the oldest first.
         self.in_flight: deque[ScheduledBatch] = deque()
-        # Request ids, as sequences are first admitted. The engine empties it.
+        # The request id of each sequence that was admitted for the first time. The engine empties this list.
         self.first_scheduled: list[str] = []
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
@@ -82,9 +83,10 @@ class Scheduler:
         return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence in its lane. It is shorter than max_model_len, or as long if it generates no token.
+        """Queue a sequence in its lane.
 
-        A sequence that was held after it had been queued keeps its arrival.
+        A sequence that generates must have fewer tokens than max_model_len. A sequence that was held after it had been
+        queued keeps its place in the order of arrival.
         """
         assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
         self.blocks.extend_keys(seq)
@@ -108,11 +110,12 @@ class Scheduler:
         seq.finish_reason = "abort"
 
     def schedule(self, drafts: Drafts | None = None) -> ScheduledBatch:
-        """Choose the next step and reserve its blocks; it is empty if it has no tokens.
+        """Choose the next step and reserve its blocks. The step has no tokens if there is nothing to compute.
 
-        drafts: guesses tokens; then no step may be in flight, nor be launched before this one's tokens are received.
+        Call `advance` once the step is launched, or else `withdraw`. At most one step may be in flight before it.
 
-        Call `advance` once it is launched, or else `withdraw`. At most one step may be in flight before it.
+        drafts: adds guesses to the step. Then no other step may be in flight, and the next one may be launched only
+        after the tokens of this one are received.
         """
         batch = self._new_batch()
         self.in_flight.append(batch)
@@ -148,13 +151,13 @@ class Scheduler:
             seq.num_tokens += 1
         for seq, num_new_tokens, samples in batch.each_prefill():
             seq.num_computed_tokens += num_new_tokens
-            seq.num_tokens += samples
+            if samples:
+                seq.num_tokens += 1
             if seq.num_computed_tokens == seq.num_tokens:
                 batch.ending.append(seq)
-        at_end = (
-            self.slots.num_tokens[batch.sampling_slots] >= self.slots.max_len[batch.sampling_slots]
-        )
-        ending = [batch.sampling[i] for i in np.flatnonzero(at_end).tolist()] + batch.ending
+        num_tokens = self.slots.num_tokens[batch.sampling_slots]
+        is_at_end = num_tokens >= self.slots.max_len[batch.sampling_slots]
+        ending = [batch.sampling[i] for i in np.flatnonzero(is_at_end).tolist()] + batch.ending
         if ending:
             self.running.remove(ending)
             self._gate.count_left(len(ending))
@@ -170,8 +173,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Fill in the tokens of the oldest step in flight, which has run; return the sequences that finished.
 
-        token_ids: [samples] int64. logprobs: of the samples and then of the scored tokens, if any. pooled: of the
-        sequences with rows for it.
+        token_ids: [samples] int64. logprobs: of the samples and then of the scored tokens, if any.
+        pooled: a row for each sequence of `batch.pooled`.
         """
         batch = self.in_flight.popleft()
         if logprobs is not None:
@@ -180,13 +183,13 @@ class Scheduler:
             give_pooled(pooled, batch)
         slots = batch.sampling_slots
         ordinary = token_ids[: len(slots)]
-        is_held = self.slots.generations[slots] == batch.generations
-        goes_on = is_held & ~self.slots.may_end(slots, ordinary)
-        self.slots.add_known(slots[is_held], ordinary[is_held])
+        keeps_slot = self.slots.generations[slots] == batch.generations
+        goes_on = keeps_slot & ~self.slots.may_end(slots, ordinary)
+        self.slots.add_known(slots[keeps_slot], ordinary[keeps_slot])
         num_guesses = batch.num_guessed - len(batch.drafted)
         self.prefill_tokens += batch.num_tokens - num_guesses - batch.num_decode_tokens
         gone = []
-        if not is_held.all():
+        if not keeps_slot.all():
             gone = [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
@@ -243,11 +246,13 @@ class Scheduler:
         self.running.clear()
 
     def split(self) -> None:
-        """Split the first step in flight, which is not launched, into two that do the same."""
-        self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
+        """Split the first step in flight, which is not launched, into two steps that together do the same."""
+        first, second = self.in_flight.popleft().split()
+        self.in_flight.appendleft(second)
+        self.in_flight.appendleft(first)
 
     def schedule_control(self, seq: Sequence) -> ScheduledBatch:
-        """Make a step of the engine's own short sequence, while none runs; `release_control` follows."""
+        """Make a step of one short sequence of the engine's own, while no other runs; then call `release_control`."""
         self.blocks.allocate(seq, [])
         self.slots.assign(seq)
         batch = self._new_batch()
@@ -260,7 +265,7 @@ class Scheduler:
         return ScheduledBatch(states=None if self.blocks.snapshots is None else StateMoves())
 
     def release_control(self, seq: Sequence) -> None:
-        """Free the slot and blocks of `schedule_control`, also after it raised."""
+        """Free the slot and blocks that `schedule_control` gave to `seq`, if any: it may have raised."""
         if seq.slot >= 0:
             self._release(seq)
 
@@ -275,10 +280,12 @@ class Scheduler:
         if self.slots.num_constrained:
             decodes = decodes.select(~self.slots.awaits_token(decodes.slots))
         batch.add_decodes(decodes)
-        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
-        for i in np.flatnonzero(may_fill).tolist():
+        fills_block = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
+        for i in np.flatnonzero(fills_block).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
-        for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
+        if not in_prefill.any():
+            return
+        for seq in group.select(in_prefill).seqs:
             if seq.status is not SequenceStatus.RUNNING:
                 continue
             budget = self._prefill_budget(seq.lane, batch)
@@ -286,7 +293,8 @@ class Scheduler:
                 self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
-        """Give blocks to sequences that lack any; return those that were not preempted."""
+        """Give more blocks to the sequences that need them; return the sequences that were not preempted for that."""
+        # A decode needs a block if its last token is the first of one.
         begins_block = (self.slots.num_tokens[group.slots] - 1) % self.blocks.block_size == 0
         num_preemptions = self.num_preemptions
         for i in np.flatnonzero(begins_block | self.slots.in_prefill(group.slots)).tolist():
@@ -294,9 +302,8 @@ class Scheduler:
                 self._grow(group.seqs[i])
         if self.num_preemptions == num_preemptions:
             return group
-        return group.select(
-            np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_)
-        )
+        is_running = [seq.status is SequenceStatus.RUNNING for seq in group.seqs]
+        return group.select(np.array(is_running, np.bool_))
 
     def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
         """Add guesses to the decodes, as far as there are blocks and token budget for them."""
@@ -317,6 +324,7 @@ class Scheduler:
         for seq, guess in zip(batch.decodes, guesses, strict=True):
             del guess[most:]
             if guess and seq.matcher is not None:
+                # A guess ends before the first token that the grammar does not allow.
                 del guess[seq.matcher.num_possible(guess) :]
             most -= len(guess)
             while guess and seq.num_tokens + len(guess) > len(seq.block_table) * size:
@@ -343,8 +351,9 @@ class Scheduler:
             while not ends and new == guesses[: len(new)]:
                 token_id = sampled[len(new)]
                 if token_id < 0 and new:
-                    break  # a step without guesses finds out why
-                self.generation_tokens += not seq.forced
+                    break  # no token could be chosen behind a guess; a step without guesses finds out why
+                if not seq.forced:
+                    self.generation_tokens += 1
                 ends = seq.learn(token_id).ends
                 new = seq.token_ids[num_before:]
             if ends:
@@ -359,6 +368,7 @@ class Scheduler:
         return finished
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
+        """Add the sequence's next prefill chunk to the step, if one fits the budget."""
         num_new_tokens = self._chunk(seq, seq.num_computed_tokens, budget)
         if num_new_tokens <= 0:
             return
@@ -373,10 +383,12 @@ class Scheduler:
     def _chunk(self, seq: Sequence, start: int, budget: int) -> int:
         """Return how many tokens from place `start` on to compute: `budget` at most, and no picture cut in two."""
         end = min(seq.num_tokens, start + budget)
-        return (end if seq.pictures is None else seq.pictures.whole_until(end)) - start
+        if seq.pictures is not None:
+            end = seq.pictures.whole_until(end)
+        return end - start
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
-        """Publish the known blocks that are full once `num_tokens` are computed."""
+        """Publish the blocks that are full of known tokens once `num_tokens` are computed."""
         num_known = min(num_tokens, len(seq.token_ids))
         if num_known // self.blocks.block_size > seq.num_published_blocks:
             batch.published += self.blocks.publish(seq, num_known)
@@ -406,8 +418,8 @@ class Scheduler:
                 return  # it was preempted just now, and waits for its token of the running step
             if self._in_one_step and seq.num_tokens > budget:
                 return
-            may_take = len(self.running) > 0 and self.running.last.lane > lane
-            if self._gate.holds(lane) and not may_take:
+            may_preempt = len(self.running) > 0 and self.running.last.lane > lane
+            if self._gate.holds(lane) and not may_preempt:
                 return
             cached = self.blocks.find_cached(seq)
             if self._chunk(seq, len(cached) * self.blocks.block_size, budget) <= 0:
@@ -417,7 +429,7 @@ class Scheduler:
                 self._gate.close(lane)
                 return
             if tail is not None and self.blocks.num_missing(seq, cached, tail) > 0:
-                tail = None  # its block is the last free one: the sequence needs it itself
+                tail = None  # the block to copy from is the last free one, and the sequence needs it for itself
             copy = self.blocks.allocate(seq, cached, tail)
             self.slots.assign(seq)
             if batch.states is not None:
@@ -439,25 +451,26 @@ class Scheduler:
         """Preempt less urgent sequences if `seq` needs it; return whether it fits, with blocks for others to grow."""
         num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
         if self.slots.num_free and num_spare >= len(self.running):
-            return True  # whatever is cached, and whichever sequences grow
-        missing = self.blocks.num_missing(seq, cached)
+            return True  # even if none is cached and each running sequence takes a block
+        num_missing = self.blocks.num_missing(seq, cached)
         victims = [other for other in self.running if other.lane > seq.lane]
-        if self.slots.num_free and missing <= 0:
+        if self.slots.num_free and num_missing <= 0:
+            num_left = -num_missing
             size = self.blocks.block_size
             num_growing = sum(
                 other.max_len > len(other.block_table) * size for other in self.running
             )
-            return bool(victims) or -missing >= num_growing
-        if not victims or (
-            missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing
-        ):
+            return bool(victims) or num_left >= num_growing
+        if not victims:
+            return False
+        if num_missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < num_missing:
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
             self._preempt()
         return True
 
     def _grow(self, seq: Sequence) -> None:
-        """Give `seq` blocks for all its tokens, preempting others if need be, or `seq` itself as the least urgent."""
+        """Give `seq` blocks for all its tokens. While none is free, preempt the least urgent sequence, maybe `seq`."""
         while seq.num_tokens > len(seq.block_table) * self.blocks.block_size:
             while not self.blocks.num_free_blocks:
                 if self._preempt() is seq:
@@ -479,7 +492,7 @@ class Scheduler:
     def _count_overtakes(self, lane: int) -> None:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
         if len(self.waiting) == 1 and self.running.last.lane <= lane:
-            return
+            return  # only this lane waits, and no less urgent one runs
         lanes = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
             lanes.update(seq.lane for seq in self._mid_prefill())
@@ -487,40 +500,43 @@ class Scheduler:
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        overtaken = [
-            other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES
-        ]
+        overtaken = []
+        for other, num_overtakes in self._overtakes.items():
+            if other > lane and num_overtakes >= MAX_OVERTAKES:
+                overtaken.append(other)
         for other in overtaken:
             del self._overtakes[other]
-            for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
+            in_prefill = [seq for seq in self._mid_prefill() if seq.lane == other]
+            for seq in in_prefill:
                 self.running.move(seq, lane)
             queue = self.waiting.get(other)
             if queue:
-                seq = queue.popleft()
-                seq.lane = lane
-                self._wait_again(seq)
+                first = queue.popleft()
+                first.lane = lane
+                self._wait_again(first)
 
     def _mid_prefill(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
-        """Hand a token to its sequence; return whether that ends it."""
+        """Hand a sampled token to its sequence; return whether that ends the sequence."""
         learned = seq.learn(token_id)
-        if learned.num_right is not None:
+        if learned.num_right is not None:  # launched steps computed other tokens than it has now
             seq.num_stale += learned.num_dropped
             self._go_back(seq, learned.num_right)
         return learned.ends
 
     def _go_back(self, seq: Sequence, num_right: int) -> None:
-        """Have a sequence computed again behind its first num_right tokens: others were forced than sampled."""
+        """Compute a sequence again behind its first num_right tokens: forced tokens replaced those sampled there."""
         seq.num_tokens = len(seq.token_ids)
         num_computed = min(seq.num_computed_tokens, num_right, seq.num_tokens - 1)
         loses_state = num_computed < seq.num_computed_tokens and self.blocks.snapshots is not None
         seq.num_computed_tokens = num_computed
         if seq.status is SequenceStatus.ENDING:
-            self._wait_again(seq)  # it has a token less than it seemed, so it does not end
+            self._wait_again(seq)  # a sample was dropped, so it is not at max_len yet
         elif seq.status is SequenceStatus.RUNNING and loses_state:
-            self.running.remove([seq])  # a state cannot go back: compute it again
+            # A state cannot be taken back to an earlier token, so it is computed again.
+            self.running.remove([seq])
             self._release(seq)
             self._wait_again(seq)
         elif seq.status is SequenceStatus.RUNNING:

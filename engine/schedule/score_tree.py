@@ -19,6 +19,7 @@ from engine.schedule.outputs import LogLikelihood
 from engine.text.prompts import Tail
 
 Scored = tuple[int, int]  # the node before a token, and the token
+Found = tuple[int, int]  # a branch, and an index into its targets
 MAX_KEPT_TOKENS = 4096  # of tails whose tree is remembered
 
 
@@ -26,8 +27,9 @@ MAX_KEPT_TOKENS = 4096  # of tails whose tree is remembered
 class Targets:
     """The tokens that a sequence scores, in the order of their places: several may share a place.
 
-    places, token_ids: [targets] int64. A place is the number of tokens before it. num_top: how many likely tokens are
-    wanted with each. next: how many targets are known, or being computed.
+    places, token_ids: [targets] int64. A token's place is the number of tokens before it.
+    num_top: how many likely tokens are wanted with each target.
+    next: how many of the targets launched steps have scored, or are scoring.
     """
 
     places: NDArray[np.int64]
@@ -47,10 +49,11 @@ class Targets:
 
 @dataclass(frozen=True)
 class Branch:
-    """One way through the tree, computed by one sequence: its tokens, and its targets.
+    """A path from the tree's root to one of its leaves, computed by one sequence.
 
-    parent: the branch that computes what this one shares with earlier ones.
-    places: as of Targets, counted behind the shared tokens.
+    token_ids: all tokens of the path.  parent: the earlier branch that computes the last token that this path shares
+    with it; None for the first branch, which also computes the prompt.
+    places, scored_ids: the branch's targets, as in Targets. Here a place is counted from the end of the prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -63,18 +66,20 @@ class Branch:
 class TreeShape:
     """The tree for all prompts with the same tails.
 
-    found: each tail's scored tokens, as a branch and a place among its targets; the last entry has several if the end
-    is scored, one for each end token.
+    found: for each tail an entry for each scored token, which says where its score is found. If the end is scored, a
+    last entry has one place for each end token.
     """
 
     branches: tuple[Branch, ...]
-    found: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+    found: tuple[tuple[tuple[Found, ...], ...], ...]
 
 
 def shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
     """Make the tree of the tails. end_token_ids: scored behind each of them; () for none."""
     is_kept = sum(len(token_ids) for token_ids, _ in tails) <= MAX_KEPT_TOKENS
-    return (_shape_of if is_kept else _shape_of.__wrapped__)(tails, end_token_ids)
+    if is_kept:
+        return _shape_of(tails, end_token_ids)
+    return _shape_of.__wrapped__(tails, end_token_ids)  # past the cache
 
 
 @lru_cache(maxsize=256)
@@ -83,23 +88,25 @@ def _shape_of(tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeSh
 
 
 def ends_needed(tails: Iterable[Tail]) -> bool:
-    """Whether one of the tails is the beginning of another."""
-    ways = sorted(token_ids for token_ids, _ in tails)
-    return any(after[: len(way)] == way for way, after in pairwise(ways))
+    """Whether one of the tails is the beginning of another, so that only a scored end tells them apart."""
+    in_order = sorted(token_ids for token_ids, _ in tails)
+    # In this order a tail stands right before the ones that begin with it.
+    return any(after[: len(before)] == before for before, after in pairwise(in_order))
 
 
 class _Nodes:
-    """Numbered nodes of a growing tree: each is the place before a token, node 0 the root."""
+    """Numbered nodes of a growing tree. A node stands behind a token; node 0 is the root, behind the prompt."""
 
     def __init__(self) -> None:
         self._children: dict[Scored, int] = {}
-        self._depths = [0]
-        self._owners = [0]
+        self._depths = [0]  # of each node: the number of tokens between the root and it
+        self._owners = [0]  # of each node: the branch that computes it
 
     def shape(self, tails: tuple[Tail, ...], end_token_ids: tuple[int, ...]) -> TreeShape:
-        """Build the tree, the longest tails first, so that none is the beginning of a later one."""
+        """Build the tree. The longest tails come first, so that no branch is the beginning of a later one."""
+        # A tail's last token is computed only if a token behind it is scored.
         ways = [token_ids if end_token_ids else token_ids[:-1] for token_ids, _ in tails]
-        branches: list[tuple[tuple[int, ...], int | None]] = []
+        branches: list[tuple[tuple[int, ...], int | None]] = []  # a way, and its parent branch
         for way in sorted(ways, key=len, reverse=True):
             parent = self._add(way, len(branches))
             if not branches or parent is not None:
@@ -107,15 +114,15 @@ class _Nodes:
         scored = [self._scored(tail, end_token_ids) for tail in tails]
         wanted = {pair for entries in scored for entry in entries for pair in entry}
         targets: list[list[Scored]] = [[] for _ in branches]
-        place_of: dict[Scored, tuple[int, int]] = {}
+        place_of: dict[Scored, Found] = {}
         for node, token_id in sorted(wanted, key=lambda pair: (self._depths[pair[0]], pair)):
-            target = targets[self._owners[node]]
-            place_of[node, token_id] = self._owners[node], len(target)
-            target.append((node, token_id))
+            branch = self._owners[node]
+            place_of[node, token_id] = branch, len(targets[branch])
+            targets[branch].append((node, token_id))
         shaped = []
-        for (way, parent), target in zip(branches, targets, strict=True):
-            depths = np.array([self._depths[node] for node, _ in target], np.int64)
-            token_ids = np.array([token_id for _, token_id in target], np.int64)
+        for (way, parent), branch_targets in zip(branches, targets, strict=True):
+            depths = np.array([self._depths[node] for node, _ in branch_targets], np.int64)
+            token_ids = np.array([token_id for _, token_id in branch_targets], np.int64)
             shaped.append(Branch(way, parent, depths, token_ids))
         found = []
         for entries in scored:
@@ -123,7 +130,10 @@ class _Nodes:
         return TreeShape(tuple(shaped), tuple(found))
 
     def _add(self, way: tuple[int, ...], branch: int) -> int | None:
-        """Return the parent branch of a new one; None if it has no node of its own, or is the first."""
+        """Add the nodes of a branch that are not there yet, and return its parent branch.
+
+        None if there are no new nodes, so that it is no branch, or if it is the first branch.
+        """
         node = 0
         parent = None
         for depth, token_id in enumerate(way, start=1):
@@ -138,15 +148,18 @@ class _Nodes:
         return parent if branch else None
 
     def _scored(self, tail: Tail, end_token_ids: tuple[int, ...]) -> list[list[Scored]]:
-        """List a tail's tokens from its place on, each with the node before it; then the end tokens."""
-        token_ids, first = tail
+        """Return an entry for each scored token of a tail, then one for the end tokens, if the end is scored."""
+        token_ids, first_scored = tail
         node = 0
         scored = []
         for place, token_id in enumerate(token_ids):
-            if place >= first:
+            if place >= first_scored:
                 scored.append([(node, token_id)])
-            node = self._children.get((node, token_id), -1)  # none behind the last one
-        return scored + ([[(node, end) for end in end_token_ids]] if end_token_ids else [])
+            # The last token has no node if no token behind it is scored.
+            node = self._children.get((node, token_id), -1)
+        if end_token_ids:
+            scored.append([(node, end) for end in end_token_ids])
+        return scored
 
 
 @dataclass
@@ -156,6 +169,7 @@ class ScoreTree:
     num_prompt_tokens: int
     shape: TreeShape
     num_cached_tokens: int = 0
+    # Log probabilities and ranks of a branch's targets, by branch.
     _known: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)
 
     def take(self, branch: int, logprobs: list[float], ranks: list[int]) -> bool:
@@ -167,7 +181,8 @@ class ScoreTree:
         """Return the likelihood of each tail, once all scores are known."""
         return [self._of(entries) for entries in self.shape.found]
 
-    def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:
+    def _of(self, entries: tuple[tuple[Found, ...], ...]) -> LogLikelihood:
+        """Return one tail's likelihood. entries: of TreeShape.found."""
         logprobs = []
         is_greedy = []
         for entry in entries:

@@ -19,22 +19,22 @@ class SlotTable:
 
     token_ids: [slots, max_model_len] int32, prompt and completion as far as they are known.
     block_tables: [slots, max_blocks] int32.
-    num_tokens, num_computed: with pending tokens and launched steps counted in.
+    num_tokens: all tokens, with the pending ones.  num_computed: tokens computed by launched steps.
     num_known: tokens whose id is in token_ids.  num_prompt: tokens of the prompt.
-    sample_place: the place of the sequence's sample among those of the last step in which it sampled.
-    min_len: the tokens before which no end token may come.  max_len: those with which the sequence ends.
+    sample_place: the index of the sequence's sample among those of the last step in which it sampled.
+    min_len: the number of tokens before which no end token may come.  max_len: the number at which the sequence ends.
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
-    is_watched: [slots] bool, whether text may end it too, or a token force others.
+    is_watched: [slots] bool, whether a stop string or a grammar may end the sequence too, or a token may force others.
     is_edited: [slots] bool, whether the sequence may have edits of its logits, apart from the bans of min_tokens.
     is_constrained: [slots] bool, whether the sequence follows a grammar, which must know each token before the next.
     is_free: [slots] bool, whether no edits depend on the tokens before, and no pictures shift positions.
-    generations: a new number each time that a slot is given or rewritten, -1 in a free slot. While it stays the
-    same, so does the sequence: its tokens are those that were sampled, and its blocks are those of before, maybe
-    with new ones behind them.
+    generations: a new number each time that a slot is given or rewritten, -1 in a free slot. While the number stays the
+    same, the slot belongs to the same sequence, its tokens are those that were sampled, and its block table changes
+    only at its end, where blocks are added.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top: as in Sequence.
     adapter: as in Sequence.
-    shift: how much higher the positions of tokens behind the prompt are than their places, of PromptPictures.
+    shift: what to add to the index of a token behind the prompt to get its position, from PromptPictures.
     num_edited, num_constrained, num_wanting, num_with_pictures, num_adapted: sequences with a slot that have edits,
     follow a grammar, want log probabilities of sampled tokens, have pictures, have an adapter.
     """
@@ -82,9 +82,7 @@ class SlotTable:
             f"{seq!r} has a token that no slot remembers the place of"
         )
         slot = seq.slot = self._free.pop()
-        self.num_wanting += seq.sample_top != NOT_WANTED
-        self.num_with_pictures += seq.pictures is not None
-        self.num_adapted += seq.adapter != NO_ADAPTER
+        self._count_kinds(seq, 1)
         self.adapter[slot] = seq.adapter
         self.shift[slot] = 0 if seq.pictures is None else seq.pictures.shift
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
@@ -109,15 +107,14 @@ class SlotTable:
         self.is_free[slot] = seq.edits is None and seq.pictures is None
         self.num_edited += int(self.is_edited[slot])
         self.is_constrained[slot] = seq.matcher is not None
-        self.num_constrained += seq.matcher is not None
         self.rewrite(seq)
 
     def rewrite(self, seq: Sequence) -> None:
-        """Write all tokens of `seq`, none of them pending, as after others were forced than sampled."""
+        """Write all tokens of `seq`, all known: it has just got this slot, or some of its tokens were replaced."""
         slot = seq.slot
-        # The keys of pictures lack the placeholders.
+        # Block keys hold key ids of pictures in place of placeholders, so they give no token ids then.
         keys = seq.block_keys if seq.pictures is None else []
-        # This takes a tenth of a list's time.
+        # Copying the keys' bytes takes a tenth of the time of copying a list of integers.
         packed = np.frombuffer(b"".join([key.tokens for key in keys]), np.int32)
         self.token_ids[slot, : len(packed)] = packed
         self.token_ids[slot, len(packed) : seq.num_tokens] = seq.token_ids[len(packed) :]
@@ -127,15 +124,18 @@ class SlotTable:
         self._num_given += 1
 
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether tokens of the prompt are to be computed, or several, as behind forced ones."""
+        """Return [slots] bool: whether a sequence still has tokens of its prompt to compute, or more than one token.
+
+        It has more than one after a preemption, and where forced tokens were added.
+        """
         computed = self.num_computed[slots]
-        in_prefill: NDArray[np.bool_] = (computed < self.num_prompt[slots]) | (
-            computed < self.num_tokens[slots] - 1
-        )
+        has_prompt_left = computed < self.num_prompt[slots]
+        has_several_left = computed < self.num_tokens[slots] - 1
+        in_prefill: NDArray[np.bool_] = has_prompt_left | has_several_left
         return in_prefill
 
     def awaits_token(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether a grammar cannot go on before a launched step's token is known."""
+        """Return [slots] bool: whether a sequence's grammar must wait for the token of a launched step."""
         awaits: NDArray[np.bool_] = self.is_constrained[slots] & (
             self.num_known[slots] < self.num_tokens[slots]
         )
@@ -146,12 +146,20 @@ class SlotTable:
         self._free.append(seq.slot)
         self.num_edited -= int(self.is_edited[seq.slot])
         self.is_edited[seq.slot] = False
-        self.num_constrained -= seq.matcher is not None
-        self.num_with_pictures -= seq.pictures is not None
-        self.num_adapted -= seq.adapter != NO_ADAPTER
+        self._count_kinds(seq, -1)
         self.generations[seq.slot] = -1
-        self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1
+
+    def _count_kinds(self, seq: Sequence, change: int) -> None:
+        """Add `change`, 1 or -1, to the count of each kind that a sequence is of."""
+        if seq.matcher is not None:
+            self.num_constrained += change
+        if seq.sample_top != NOT_WANTED:
+            self.num_wanting += change
+        if seq.pictures is not None:
+            self.num_with_pictures += change
+        if seq.adapter != NO_ADAPTER:
+            self.num_adapted += change
 
     def advance(
         self,
@@ -159,19 +167,19 @@ class SlotTable:
         num_new_tokens: NDArray[np.int64],
         samples: NDArray[np.bool_],
     ) -> None:
-        """Count the tokens of a launched step for these slots, and a pending one if it samples."""
+        """Count the tokens that a launched step computes for these slots, and a pending token for each that samples."""
         self.num_computed[slots] += num_new_tokens
         sampling = slots[samples]
         self.num_tokens[sampling] += 1
         self.sample_place[sampling] = np.arange(len(sampling))
 
     def add_known(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Write the first pending token of each of these slots."""
+        """Write the first pending token of each slot: it is known now."""
         self.token_ids[slots, self.num_known[slots]] = token_ids
         self.num_known[slots] += 1
 
     def move_on(self, seq: Sequence, num_new: int) -> None:
-        """Write the last num_new tokens of a sequence that has no pending one."""
+        """Write the last num_new tokens of a sequence that has no pending token, and its counts."""
         slot = seq.slot
         known = seq.num_tokens
         self.token_ids[slot, known - num_new : known] = seq.token_ids[known - num_new :]
@@ -180,18 +188,18 @@ class SlotTable:
 
     def may_draft(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return [slots] bool: whether a sequence's tokens may be guessed."""
-        is_alone = self.is_free[slots] & (self.sample_top[slots] == NOT_WANTED)
-        may_draft: NDArray[np.bool_] = is_alone & (self.num_tokens[slots] >= self.min_len[slots])
+        wants_logprobs = self.sample_top[slots] != NOT_WANTED
+        may_end = self.num_tokens[slots] >= self.min_len[slots]  # no ban of end tokens any more
+        may_draft: NDArray[np.bool_] = self.is_free[slots] & ~wants_logprobs & may_end
         return may_draft
 
     def may_end(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether a sequence may end with this token, and must be looked at.
+        """Return [slots] bool: whether a sequence may end with this token, so that it must be looked at by itself.
 
-        token_ids: [slots] int64, the first pending token of each.
+        token_ids: [slots] int64, the first pending token of each sequence.
         """
         is_end_token = (self.end_token_ids[slots] == token_ids[:, None]).any(axis=1)
         is_last = self.num_known[slots] + 1 >= self.max_len[slots]
-        may_end: NDArray[np.bool_] = (
-            is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
-        )
+        is_failed = token_ids < 0  # no token could be chosen
+        may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | is_failed
         return may_end

@@ -1,8 +1,8 @@
 """Snapshots: states that were kept behind full blocks, and where the states of a step come from and go.
 
-A model with states continues a cached prefix only where the state behind it was kept. The pool of states has a row
-for each running sequence, by its slot, and behind those a row for each snapshot. Parts of a step are computed in
-the order in which they were scheduled, so a row may be read, given away and written in one step.
+A model with states continues a cached prefix only where the state behind it was kept. The first rows of the pool of
+states belong to running sequences: a sequence's slot is its row. The rows behind those hold snapshots. Parts of a step
+are computed in the order in which they were scheduled, so one part may read a row that a later part overwrites.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ Save = tuple[int, int]
 
 
 class Snapshots:
-    """Hands out the rows of snapshots, found by the content of the last block before them."""
+    """Hands out rows for snapshots. A snapshot is found by the content of the last block before it."""
 
     def __init__(self, first_row: int, num_rows: int) -> None:
         self.rows = range(first_row, first_row + num_rows)
@@ -32,15 +32,21 @@ class Snapshots:
         return content_id in self._rows
 
     def use(self, content_id: int) -> int:
-        """Return the row of a snapshot, and mark it as used last."""
+        """Return the row of a snapshot, and note that it is now the most recently used one."""
         self._rows.move_to_end(content_id)
         return self._rows[content_id]
 
     def take(self, content_id: int) -> int:
-        """Return a row for a new snapshot: a free one, or the least recently used one's; NO_ROW if there are none."""
-        if not self._free and not self._rows:
+        """Return a row for a new snapshot, or NO_ROW if the pool has no rows for snapshots.
+
+        If no row is free, the least recently used snapshot loses its row.
+        """
+        if self._free:
+            row = self._free.pop()
+        elif self._rows:
+            _, row = self._rows.popitem(last=False)
+        else:
             return NO_ROW
-        row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
         self._rows[content_id] = row
         return row
 
@@ -53,9 +59,10 @@ class Snapshots:
 
 @dataclass
 class StateMoves:
-    """Where a step's states come from and go. sources: rows read by sequences just admitted, NO_ROW for none.
+    """Where the states of a step's sequences come from, and where they go.
 
-    saves: the snapshots to make of a sequence.  kept: the content ids of all these.
+    sources: for each sequence just admitted, the row of the state that it begins with; NO_ROW to begin with none.
+    saves: the snapshots to make of each sequence.  kept: the content ids of all these snapshots.
     """
 
     sources: dict[Sequence, int] = field(default_factory=dict)
@@ -65,7 +72,7 @@ class StateMoves:
     def parts(
         self, decode_slots: NDArray[np.int64], prefills: Iterable[tuple[Sequence, int, bool]]
     ) -> NDArray[np.int64]:
-        """Return StepBatch.state_parts: a part of each sequence, cut where a snapshot is made."""
+        """Return StepBatch.state_parts: a part for each sequence, or several if snapshots are made inside it."""
         first = len(decode_slots)
         rows = np.arange(first)
         none = np.full(first, NO_ROW)
@@ -76,6 +83,7 @@ class StateMoves:
     def _cut(
         self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]
     ) -> Iterator[tuple[int, ...]]:
+        """Yield the parts of prefills, cut where a snapshot is made. row: the first row of the first prefill."""
         for seq, num_new, _ in prefills:
             source = self.sources.get(seq, seq.slot)
             begin = seq.num_computed_tokens

@@ -20,9 +20,9 @@ NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
-    """Note the sequences that score tokens or are pooled in the batch; return StepBatch's arrays of their rows.
+    """Set batch.scored and batch.pooled, and return the arrays of StepBatch that say which rows these need.
 
-    A token's row scores the token behind it.
+    The row of a token scores the token behind it.
     """
     batch.scored = []
     batch.pooled = []
@@ -31,6 +31,7 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
     first_row = len(batch.decodes)
     for seq, num_new, _ in batch.each_prefill():
         end = seq.num_computed_tokens + num_new
+        # What to add to a token's index in the sequence to get its row.
         shift = first_row - seq.num_computed_tokens
         first_row += num_new
         if seq.targets is not None:
@@ -83,7 +84,7 @@ def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
 
 
 def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
-    """Hand each live sequence its row of a step's pooled states."""
+    """Hand each sequence that is not finished its row of a step's pooled states."""
     for vector, (seq, count) in zip(pooled, batch.pooled, strict=True):
         if seq.status is not SequenceStatus.FINISHED and seq.pooled is not None:
             seq.pooled.add(vector, count)
@@ -96,7 +97,10 @@ CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 def build_logit_edits(
     batch: ScheduledBatch, slots: SlotTable
 ) -> tuple[LogitEdits | None, Callable[[], None] | None]:
-    """Collect the edits of the sequences that sample, and a call that computes their masks later."""
+    """Collect the edits of the sequences that sample, and a call that computes the masks of grammars later.
+
+    A row is an index into the step's samples; a place is an index into the edited rows.
+    """
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOTHING
@@ -107,14 +111,14 @@ def build_logit_edits(
     matchers: list[Matcher] = []
     for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
         seq = batch.sampling[row]
-        only = seq.forced_sample if seq.forced else None
-        if only is not None:
-            parts.biased.append((place, np.array([only], np.int64)))
+        forced_id = seq.forced_sample if seq.forced else None
+        if forced_id is not None:
+            parts.biased.append((place, np.array([forced_id], np.int64)))
             parts.biases.append(CERTAIN)
         elif seq.edits is not None:
             pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
             seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
-        if seq.matcher is not None and only is None:
+        if seq.matcher is not None and forced_id is None:
             assert not seq.num_pending_tokens, (
                 f"{seq!r}: a grammar goes on from tokens that are known"
             )
@@ -126,15 +130,17 @@ def build_logit_edits(
     ):
         if batch.sampling[row].forced_sample is None:
             parts.banned.append((place, banned_ids[banned_ids != NO_TOKEN]))
-    row = len(sampling)
+    first_row = len(sampling)
     for draft in batch.drafted if slots.num_constrained else ():
         matcher = draft.seq.matcher
         if matcher is not None:
-            along = matcher.along(draft.guesses)
-            parts.later += range(len(rows), len(rows) + len(along))
-            rows = np.concatenate((rows, np.arange(row, row + len(along))))
-            matchers += along
-        row += 1 + len(draft.guesses)
+            # one matcher for the row of the last token, and one for each guess's row
+            row_matchers = matcher.along(draft.guesses)
+            num_rows = len(row_matchers)
+            parts.later += range(len(rows), len(rows) + num_rows)
+            rows = np.concatenate((rows, np.arange(first_row, first_row + num_rows)))
+            matchers += row_matchers
+        first_row += 1 + len(draft.guesses)
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)
@@ -143,26 +149,27 @@ def build_logit_edits(
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The tokens of one step, sequence after sequence. All arrays are int64 but block_tables.
+    """The tokens of one step, sequence after sequence. All arrays are int64, except that block_tables is int32.
 
+    A row is an index into the step's tokens.
     token_ids, positions: [tokens], a token and its place in its sequence.
     slot_mapping: [tokens], block_id * block_size + offset, where its keys and values go.
     sample_rows: [samples], the rows whose logits are wanted.
     block_tables: [seqs, max_blocks] int32.
-    context_lens, query_lens: [seqs], the tokens that each has after this step, and how many are in it.
-    pending_rows, pending_samples: [pending], the rows whose token was not known when the step was built, and
-    which sample of the step launched before is that token. token_ids holds anything there.
+    context_lens, query_lens: [seqs], how many tokens each sequence has after this step, and how many the step computes.
+    pending_rows, pending_samples: [pending], the rows whose token was not known when the step was built, and the index
+    of that token among the samples of the step launched before. In those rows token_ids means nothing.
     slots, generations: [seqs], of SlotTable; empty in steps that no scheduler made.
-    sample_tops: [samples], with how many likely tokens the log probability of the sampled one is wanted, NOT_WANTED
-    if it is not; empty if no sample's is.
+    sample_tops: [samples], how many likely tokens are wanted beside the log probability of the sampled one. NOT_WANTED
+    where no log probability is wanted; empty if that holds for all samples.
     scored_rows, scored_token_ids, scored_tops: [scored], a row whose logits score a token, that token, and how many
     likely tokens are wanted with it.
     pooled_rows: [pooled], rows whose hidden states are pooled, those of a sequence one after another.
     pooled_counts: [pooled seqs], how many of each.
     copy_from, copy_to: [copied], slots from and to which keys and values are copied first; no slot is in both.
-    state_parts: [parts, 5], of models with states, one part behind another: its first row and end, and three rows of
-    the pool of states: read, written, and written as a snapshot; -1 for none.
-    kept_states: [rows], rows of that pool that are put back if the step raises.
+    state_parts: [parts, 5], for models with states, one part behind another: the part's first row and its end, then the
+    rows of the pool of states that it reads, that it writes, and that it writes as a snapshot; -1 for none.
+    kept_states: [rows], rows of the pool of states that are put back if the step raises.
     adapters: [seqs], the loaded adapter of each, NO_ADAPTER for none; empty if no sequence has one.
     pictures: None for a step without.
     """
@@ -192,7 +199,7 @@ class StepBatch:
     pictures: StepPictures | None = None
 
     def repeatable(self) -> "StepBatch":
-        """Return the step such that all states it has changed are put back if it raises."""
+        """Return the same step, but one that puts back the states it has changed if it raises."""
         written = np.unique(self.state_parts[:, 3:])
         return replace(self, kept_states=written[written >= 0])
 
@@ -203,7 +210,7 @@ class StepBatch:
 
     @property
     def gives_tokens_alone(self) -> bool:
-        """Whether it gives neither log probabilities nor pooled states."""
+        """Whether the step yields tokens only, and neither log probabilities nor pooled states."""
         return not self.wants_logprobs and not len(self.pooled_rows)
 
 
@@ -213,7 +220,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     num_new = batch.num_new_tokens
     context_lens = slots.num_computed[rows] + num_new
     ends = np.cumsum(num_new)
-    token_rows = rows
+    token_rows = rows  # the slot of each token; one token a sequence
     positions = context_lens - 1
     if batch.prefills or batch.drafted:
         token_rows = np.repeat(rows, num_new)
@@ -224,16 +231,15 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     state_parts = np.zeros((0, 5), np.int64)
     if batch.states is not None:
         state_parts = batch.states.parts(batch.decode_slots, batch.each_prefill())
-    is_pending = (context_lens > slots.num_known[rows]) & (
-        np.arange(len(rows)) < len(rows) - len(batch.drafted)
-    )
+    # The guesses of drafted sequences, which come last, are in the slot table: none of their tokens is pending.
+    is_drafted = np.arange(len(rows)) >= len(rows) - len(batch.drafted)
+    is_pending = (context_lens > slots.num_known[rows]) & ~is_drafted
+    drafted_rows = np.arange(ends[-1] - batch.num_guessed, ends[-1])
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
-        sample_rows=np.concatenate(
-            (ends[batch.samples] - 1, np.arange(ends[-1] - batch.num_guessed, ends[-1]))
-        ),
+        sample_rows=np.concatenate((ends[batch.samples] - 1, drafted_rows)),
         block_tables=slots.block_tables[:, :max_blocks].take(rows, axis=0),
         context_lens=context_lens,
         query_lens=num_new,
@@ -259,29 +265,32 @@ def _adapters_of(rows: NDArray[np.int64], slots: SlotTable) -> NDArray[np.int64]
 def _find_pictures(
     batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]
 ) -> StepPictures | None:
-    """Find the pictures of a step's tokens, and the positions of all tokens if they have three each."""
+    """Find the pictures of a step's tokens, and the positions of all tokens if any differs from its index.
+
+    places: [tokens] int64, each token's index in its sequence.
+    """
     rows = [NOTHING]
     parts = list[Part]()
     blocks = [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
     positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
-    first = 0
+    next_row = 0
     for seq, num_new in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
         start = seq.num_computed_tokens
-        first += num_new
+        first_row = next_row
+        next_row += num_new
         if seq.pictures is None or start >= seq.num_prompt_tokens:
             continue
         own_rows, own_parts, own_blocks = seq.pictures.within(start, start + num_new)
-        shift = first - num_new - start
+        shift = first_row - start  # what to add to a token's index in the sequence to get its row
         rows.append(own_rows + shift)
         blocks.append(own_blocks + shift)
         parts += own_parts
         if seq.pictures.positions is not None:
             if positions is None:
                 positions = np.tile(places + shifts, (3, 1))
-            known_positions = seq.pictures.positions[:, start : start + num_new]
-            begin = first - num_new
-            positions[:, begin : begin + known_positions.shape[1]] = known_positions
+            own_positions = seq.pictures.positions[:, start : start + num_new]
+            positions[:, first_row : first_row + own_positions.shape[1]] = own_positions
     if not parts and positions is None:
         return None
     return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
@@ -290,16 +299,17 @@ def _find_pictures(
 def _copied_slots(
     batch: ScheduledBatch, block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots of the KV pool from which and to which the step copies, [copied] int64 each."""
     if not batch.copies:
         return NOTHING, NOTHING
     copies = np.array(
         [(copy.source, copy.target, copy.num_tokens) for copy in batch.copies], np.int64
     )
-    counts = copies[:, 2]
-    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    sources, targets = (
-        np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T
-    )
+    source_blocks, target_blocks, counts = copies.T
+    first_indexes = np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = np.arange(counts.sum()) - first_indexes  # of each token in its block
+    sources = np.repeat(source_blocks, counts) * block_size + offsets
+    targets = np.repeat(target_blocks, counts) * block_size + offsets
     return sources, targets
 
 
@@ -308,11 +318,14 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     rows = batch.sampling_slots
     position = slots.num_tokens[rows]
     if batch.drafted:
+        # A sequence with guesses samples behind its last token and behind each guess.
         counts = batch.num_new_tokens[-len(batch.drafted) :]
         draft_slots = np.repeat(batch.slots[-len(batch.drafted) :], counts)
         rows = np.concatenate((rows, draft_slots))
-        places = np.arange(len(draft_slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-        position = np.concatenate((position, slots.num_tokens[draft_slots] + places))
+        first_rows = np.repeat(np.cumsum(counts) - counts, counts)
+        num_guesses_before = np.arange(len(draft_slots)) - first_rows
+        draft_position = slots.num_tokens[draft_slots] + num_guesses_before
+        position = np.concatenate((position, draft_position))
     edits, masks = build_logit_edits(batch, slots)
     values = slots.sampling.take(rows)  # ten times as fast as indexing a structured array
     return SamplingBatch(values, position.astype(np.uint64), edits, masks)

@@ -9,7 +9,7 @@ from engine.schedule.step_batch import StepBatch
 class SentTables:
     """Remembers, on the driver's side, how much of each slot's block table the ranks have.
 
-    While a slot keeps its generation, its blocks are those of before, maybe with new ones behind them (`SlotTable`).
+    While a slot keeps its generation, its block table changes only at its end, where blocks are added (`SlotTable`).
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
@@ -18,7 +18,7 @@ class SentTables:
         self._num_sent: NDArray[np.int64] = np.zeros(num_slots, np.int64)
 
     def changes(self, step: StepBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return [seqs] int64, how many blocks of each sequence the ranks have, and [new] int32, those behind them.
+        """Return [seqs] int64, how many blocks of each sequence the ranks have, and [new] int32, the blocks to send.
 
         A step that no scheduler made has no slots. Then the first array is empty, and the second is the whole table.
         """

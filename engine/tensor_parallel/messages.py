@@ -1,7 +1,7 @@
-"""Messages between driver and ranks over a socket: a kind, facts as JSON and arrays, as bytes, never pickled.
+"""Messages between driver and ranks over a socket: a kind, facts and arrays. Nothing is pickled.
 
-Eight bytes say how many follow: a line of JSON (kind, facts, and each array's place in DTYPES and shape), then
-the arrays.
+A message begins with its length, a number of eight bytes. Then comes a line of JSON with the kind, the facts, and the
+dtype and shape of each array; a dtype is its index in DTYPES. The bytes of the arrays follow.
 """
 
 import json
@@ -48,7 +48,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """A message. facts: of START, READY, ADAPTER, LOADED and ERROR.  arrays: of STEP and TOKENS."""
+    """A message. Messages of kind START, READY, ADAPTER, LOADED and ERROR have facts; STEP and TOKENS have arrays."""
 
     kind: Kind
     facts: Any
@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
 
 def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes:
-    """Write a message as bytes. The arrays' dtypes are of DTYPES."""
+    """Write a message as bytes. Each array's dtype must be one of DTYPES."""
     forms = [(DTYPES.index(array.dtype), array.shape) for array in arrays]
     line = json.dumps((kind, facts, forms)).encode() + b"\n"
     body = b"".join((line, *(array.tobytes() for array in arrays)))
@@ -64,12 +64,12 @@ def encode(kind: Kind, facts: Any = None, arrays: Sequence[Array] = ()) -> bytes
 
 
 def decode(body: bytes | bytearray) -> Message:
-    """Read a message from the bytes behind the length."""
+    """Read a message from its bytes, without the length before them."""
     at = body.index(b"\n") + 1
     kind, facts, forms = json.loads(body[:at])
     arrays: list[Array] = []
     for dtype, shape in forms:
-        # The copy is aligned, wherever the array began.
+        # In the body an array may begin at any byte; its copy is aligned.
         arrays.append(np.ndarray(shape, DTYPES[dtype], body, at).copy())
         at += arrays[-1].nbytes
     return Message(Kind(kind), facts, arrays)
@@ -92,6 +92,7 @@ def unpack_step(arrays: list[Array], tables: KeptTables) -> tuple[StepBatch, Sam
     """Read the arrays of `pack_step`. tables: the block tables that this rank has."""
     num_known, values, position, *edits = arrays[len(STEP_ARRAYS) :]
     sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
+    # The first arrays are the step's; zip leaves out the others.
     fields_of_step: Any = dict(zip(STEP_ARRAYS, arrays, strict=False))
     step = StepBatch(**fields_of_step)
     block_tables = tables.update(step.slots, step.context_lens, num_known, step.block_tables)
@@ -102,19 +103,18 @@ Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None
 
 
 def pack_tokens(tokens: Tokens) -> list[Array]:
-    """Return the arrays of TOKENS: token ids, pooled states, maybe empty, and log probabilities."""
+    """Return the arrays of TOKENS: token ids, pooled states ([0, 0] if there are none), and log probabilities."""
     token_ids, logprobs, pooled = tokens
-    return [
-        token_ids,
-        np.zeros((0, 0), np.float32) if pooled is None else pooled,
-        *_arrays(logprobs),
-    ]
+    if pooled is None:
+        pooled = np.zeros((0, 0), np.float32)
+    return [token_ids, pooled, *_arrays(logprobs)]
 
 
 def unpack_tokens(arrays: list[Array]) -> Tokens:
     """Read the arrays of `pack_tokens`."""
-    token_ids, pooled, *said = arrays
-    return token_ids, RowLogprobs(*said) if said else None, pooled if len(pooled) else None
+    token_ids, pooled, *logprob_arrays = arrays
+    logprobs = RowLogprobs(*logprob_arrays) if logprob_arrays else None
+    return token_ids, logprobs, pooled if len(pooled) else None
 
 
 def _arrays(part: LogitEdits | RowLogprobs | None) -> list[Array]:
@@ -122,26 +122,27 @@ def _arrays(part: LogitEdits | RowLogprobs | None) -> list[Array]:
 
 
 class Channel:
-    """Sends and receives whole messages. A peer that has ended shows as an OSError or EOFError."""
+    """Sends and receives whole messages. If the peer has ended, a call raises OSError or EOFError."""
 
     def __init__(self, end: socket.socket, timeout_s: float | None = None) -> None:
-        """timeout_s: how long the peer may take to read a message, or to go on with one it has begun."""
+        """timeout_s: how long a call may wait while the peer reads a message, or goes on sending one."""
         self._socket = end
         self._socket.settimeout(timeout_s)
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The socket's descriptor, for a selector: it is readable when a message or the peer's end comes."""
+        """The socket's descriptor, for a selector: readable once a message comes or the peer closes its end."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send an encoded message, whole also where another thread sends one."""
+        """Send an encoded message. Messages of several threads are sent one after another."""
         with self._sending:
             self._socket.sendall(message)
 
     def receive(self) -> Message:
         """Wait for the next message. Raises EOFError if the peer has ended."""
-        return decode(self._read(int.from_bytes(self._read(LENGTH_BYTES), "little")))
+        length = int.from_bytes(self._read(LENGTH_BYTES), "little")
+        return decode(self._read(length))
 
     def close(self) -> None:
         """Close this end; a second call does nothing."""

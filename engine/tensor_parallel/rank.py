@@ -25,9 +25,9 @@ from engine.tensor_parallel.messages import Channel, Kind, encode, pack_tokens, 
 
 
 def main(descriptor: int) -> NoReturn:
-    """Serve the driver at the other end of this socket until it says stop.
+    """Serve the driver at the other end of this socket until it sends STOP.
 
-    Errors are reported to it, and the process ends with status 1.
+    An error is reported to the driver, and then the process ends with status 1.
     """
     channel = Channel(socket.socket(fileno=descriptor))
     try:
@@ -39,7 +39,7 @@ def main(descriptor: int) -> NoReturn:
         runner.close()  # its graphs hold the process group's communicators
     except EOFError:
         os._exit(1)  # the driver has ended
-    except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
+    except Exception as error:  # noqa: BLE001  # the driver raises it, whatever it is
         _give_up(channel, error)
     torch.distributed.destroy_process_group()
     # Python's own clean-up of torch takes a second and frees nothing that the end does not.
@@ -47,7 +47,7 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
-    """Join the other ranks and load this one's share. order: RankGroup's START.
+    """Join the other ranks and load this rank's share of the model. order: the facts of RankGroup's START.
 
     The driver is told before and after the ranks meet, so that it knows which rank is missing.
     """
@@ -55,17 +55,18 @@ def _start(channel: Channel, order: dict[str, Any]) -> ModelRunner:
     config = EngineConfig(**order["config"])
     folder = Path(order["folder"])
     if rank:
-        logging.disable(logging.WARNING)  # rank 0 says it for all
+        logging.disable(logging.WARNING)  # all ranks would log the same, so only rank 0 does
     torch.set_num_threads(order["num_threads"])
     model = read_model_config(folder)
     channel.send(encode(Kind.ARRIVED))
     tp = join_ranks(rank, config.tensor_parallel_size, order["port"], torch.device(config.device))
-    tp.minimum(rank)  # the first sum of all ranks: it shows whether they reach each other
+    tp.minimum(rank)  # the first collective of all ranks: it shows whether they reach each other
     channel.send(encode(Kind.MET))
     return ModelRunner(config, model, folder, tp)
 
 
 def _serve(channel: Channel, runner: ModelRunner, config: EngineConfig, rank: int) -> None:
+    """Compute the steps and load the adapters that the driver sends, until it sends STOP."""
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
     sender = threading.Thread(
         target=_send_all, args=(channel, answers), name="rank-answers", daemon=True
@@ -97,11 +98,12 @@ def _load_adapter(
 
 
 def _send_all(channel: Channel, answers: SimpleQueue[PendingTokens | None]) -> None:
-    """Send tokens to the driver while the next step is launched, until None."""
+    """Send each step's tokens to the driver, while the main thread launches the next step. A None ends this."""
     try:
-        while (tokens := answers.get()) is not None:
-            said = tokens.wait(), tokens.logprobs, tokens.pooled
-            channel.send(encode(Kind.TOKENS, arrays=pack_tokens(said)))
+        while (pending := answers.get()) is not None:
+            token_ids = pending.wait()
+            tokens = token_ids, pending.logprobs, pending.pooled
+            channel.send(encode(Kind.TOKENS, arrays=pack_tokens(tokens)))
     except Exception as error:  # noqa: BLE001  # as in main
         _give_up(channel, error)
 

@@ -81,7 +81,7 @@ class RankProcess:
         return self._process.pid
 
     def describe_end(self) -> str:
-        """Say how a process ended whose channel has closed."""
+        """Say how the process ended, once its channel has closed."""
         try:
             status = self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ class RankProcess:
         return f"it was killed by {known.get(-status, f'signal {-status}')}"
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end of the process, so long at most."""
+        """Wait until the process ends, for timeout_s at most."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
 
@@ -120,7 +120,7 @@ _EARLY = {
 
 
 class RankIsVictim(RankFailed):
-    """A rank has only noticed that another one is gone."""
+    """A rank has not failed itself: it has noticed that another rank is gone."""
 
 
 def _reported(rank: int, error_type: str, text: str) -> EngineError:
@@ -128,11 +128,14 @@ def _reported(rank: int, error_type: str, text: str) -> EngineError:
     kind = getattr(errors, error_type, None)
     if isinstance(kind, type) and issubclass(kind, ConfigError):
         return kind(f"rank {rank}: {text}")
-    return (RankIsVictim if kind is CollectiveFailed else RankFailed)(rank, f"{error_type}: {text}")
+    reason = f"{error_type}: {text}"
+    if kind is CollectiveFailed:
+        return RankIsVictim(rank, reason)
+    return RankFailed(rank, reason)
 
 
 class RankTokens(PendingTokens):
-    """The tokens that rank 0 will send for a launched step, numbered from 0."""
+    """The tokens that rank 0 will send for one launched step; the first step has number 0."""
 
     def __init__(self, group: RankGroup, number: int) -> None:
         self._group = group
@@ -146,7 +149,8 @@ class RankTokens(PendingTokens):
 class RankGroup:
     """Starts the ranks, sends them each step, and ends them all when one of them fails.
 
-    Raises ConfigError or a subclass for what no rank can load, RankFailed if one ends while it starts.
+    Raises ConfigError or a subclass if the ranks cannot load the model as configured, RankFailed if a rank ends while
+    it starts.
     """
 
     def __init__(
@@ -181,11 +185,11 @@ class RankGroup:
                 )
             self.backend_name: str
             self.has_graphs: bool
-            size, self.backend_name, self.has_graphs = self._start(
+            pool, self.backend_name, self.has_graphs = self._start(
                 config, folder, devices, start_timeout_s, meet_timeout_s
             )
-            states = size.pop("states")
-            self.pool_size = PoolSize(**size, states=None if states is None else StateRows(*states))
+            states = pool.pop("states")
+            self.pool_size = PoolSize(**pool, states=None if states is None else StateRows(*states))
         except BaseException:
             self._kill()
             raise
@@ -196,7 +200,7 @@ class RankGroup:
         return [rank.pid for rank in self._ranks]
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Send the step to the ranks, behind those that they compute.
+        """Send the step to the ranks, which compute it after the steps sent before.
 
         Raises RankFailed, here or from `wait`, and raises it again on every later call.
         """
@@ -224,9 +228,9 @@ class RankGroup:
                 raise AdapterRefused(adapter.name, answer.facts)
 
     def receive_tokens(self, number: int) -> Tokens:
-        """Wait for that step's TOKENS; drop those of earlier steps, which were withdrawn.
+        """Wait for the TOKENS of step `number`. Raises RankFailed.
 
-        Raises RankFailed.
+        The tokens of earlier steps are dropped: those steps were withdrawn.
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
@@ -235,7 +239,7 @@ class RankGroup:
         return unpack_tokens(message.arrays)
 
     def close(self) -> None:
-        """End the ranks, by asking if they still work. A second call does nothing."""
+        """Ask the ranks to stop, then kill those that still run. A second call does nothing."""
         message = encode(Kind.STOP)
         for rank in self._ranks:
             with suppress(OSError):
@@ -253,7 +257,10 @@ class RankGroup:
         timeout_s: float,
         meet_timeout_s: float,
     ) -> Any:
-        """Send START to each rank, and wait until all have met and loaded. Returns rank 0's facts."""
+        """Send START to each rank, and wait until all have met and loaded.
+
+        Returns what rank 0 reports: the size of the pool, the backend's name, and whether it has graphs.
+        """
         assert self._store is not None
         order = {
             "folder": str(folder.resolve()),
@@ -278,7 +285,7 @@ class RankGroup:
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
-        """End all ranks on any error inside, also a KeyboardInterrupt; keep it for later calls."""
+        """End all ranks on any error inside, also a KeyboardInterrupt. Later calls raise the error again."""
         try:
             yield
         except BaseException as error:
@@ -294,15 +301,15 @@ class RankGroup:
             raise RankFailed(rank.rank, "it does not read what it is sent") from None
         except OSError:
             while isinstance(reply := self._read(rank), Message):
-                pass  # which it has sent before
+                pass  # a message that the rank sent before it failed; its last reply says why
             raise self._blame(reply) from None
 
     def _await(
         self, waited_for: set[int], kind: Kind, timeout_s: float, silence: str = ""
     ) -> dict[int, Message]:
-        """Wait for such a message of each rank. Raises a failed rank's error, or RankFailed after timeout_s.
+        """Wait for a message of this kind from each rank of `waited_for`.
 
-        silence: the reason of that RankFailed, in place of the usual one.
+        Raises a failed rank's error, or RankFailed after timeout_s. silence: the reason that this RankFailed gives.
         """
         deadline = time.monotonic() + timeout_s
         received = self._take_early(waited_for, kind)
@@ -336,12 +343,12 @@ class RankGroup:
         return taken
 
     def _readable(self, deadline: float) -> Iterator[RankProcess]:
-        """Return the ranks that have sent something, or ended, before the deadline."""
+        """Wait until a rank sends something or ends, or until the deadline; yield each rank that did."""
         for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
             yield key.data
 
     def _read(self, rank: RankProcess) -> Message | EngineError:
-        """Take the rank's next message, or its failure, after which nothing more is read of it."""
+        """Return the rank's next message, or its failure. After a failure nothing more is read from the rank."""
         try:
             message = rank.channel.receive()
         except (EOFError, OSError):
@@ -354,13 +361,11 @@ class RankGroup:
         return failure
 
     def _blame(self, error: EngineError) -> EngineError:
-        """Return the error of the rank that failed first: a broken collective may only be a victim."""
+        """Return the error of the rank that failed first: a rank whose collective broke may only be a victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
-        while (
-            isinstance(error, RankIsVictim)
-            and self._selector.get_map()
-            and time.monotonic() < deadline
-        ):
+        while isinstance(error, RankIsVictim) and time.monotonic() < deadline:
+            if not self._selector.get_map():
+                break  # every channel is closed: no rank can report any more
             for rank in self._readable(deadline):
                 other = self._read(rank)
                 if isinstance(other, EngineError) and not isinstance(other, RankIsVictim):
