@@ -58,7 +58,7 @@ class PromptPictures:
         if self.positions is None:
             return 0
         next_position = int(self.positions.max()) + 1
-        next_index = self.positions.shape[1]
+        next_index = int(self.positions.shape[1])
         return next_position - next_index
 
     def within(
