@@ -33,6 +33,9 @@ if not has_gpu():
     # Triton reads this when it is imported, which transformers does: our kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+#: Seconds for a long test that says no other limit: coverage slows Triton's interpreter down to half.
+LONG_TIMEOUT_S = 1800
+
 #: The files that take longest. They go first, so that at the end short ones fill up every process.
 LONGEST = (
     "tests/faults/test_faults.py",
@@ -102,6 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Files that compute and files that wait take turns, the longest of either first: then neither is a core idle nor
     do all processes compute at once.
     """
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
     if config.getoption("--quick"):
         left_out = [item for item in items if uses_processes(item)]
         config.hook.pytest_deselected(items=left_out)
