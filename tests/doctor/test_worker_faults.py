@@ -133,7 +133,7 @@ def test_a_root_that_takes_no_part_is_found_and_a_good_one_left_as_it_was(tmp_pa
     [
         ({"TOKENMILL_MAX_NUM_SEQ": "4"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
         (
-            {"TOKENMILL_MAX_NUM_BATCHED_TOKENS": "8"},
+            {"TOKENMILL_MAX_NUM_BATCHED_TOKENS": "8", "TOKENMILL_MAX_NUM_SEQS": "8"},
             "TOKENMILL_MAX_NUM_BATCHED_TOKENS=8 must exceed",
         ),
         ({"TOKENMILL_DATA_ROOTS": "/nowhere"}, "'/nowhere' is not a folder"),

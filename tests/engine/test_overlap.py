@@ -130,7 +130,7 @@ def test_it_is_off_on_a_cpu_unless_asked_for(folder: Path, monkeypatch: pytest.M
     """And on for GPUs, one or several."""
 
     def overlaps(**values: Any) -> bool:
-        config = EngineConfig(str(folder), block_size=BLOCK, **values)
+        config = EngineConfig(str(folder), block_size=BLOCK, max_num_seqs=8, **values)
         with Engine(config, start_runner=lambda *args: LateRunner()) as built:
             built.add("a", [1, 2, 1], FREE)
             built.step()

@@ -298,7 +298,7 @@ DAMAGES = [
     ("ct_fp8_channel", "weight_scale", put(INF), DamagedWeights, "NaN or infinite"),
     ("ct_int8_asymmetric", "weight_zero_point", None, MissingWeights, "is quantized and"),
     ("ct_fp8_channel", "weight_scale", put(1e38), DamagedWeights, "weight_scale' .* too large"),
-    ("ct_packed4", "weight_shape", lambda t: -t, DamagedWeights, r"is \[-48, -96\], which words of"),
+    ("ct_packed4", "weight_shape", lambda t: -t, DamagedWeights, r"is \[-48, -96\], which does not fit words of"),
     ("ct_packed4", "weight_scale", None, MissingWeights, "is quantized and"),
     ("awq", "qzeros", lambda t: t.long(), WeightMismatch, "holds I64, I32 expected"),
     ("gptq_act_order", "g_idx", None, MissingWeights, "is quantized and"),

@@ -342,8 +342,8 @@ def test_labels_and_head_must_have_the_same_number(tmp_path: Path) -> None:
     path = folder / "config.json"
     values = json.loads(path.read_text())
     for wrong, problem in (
-        ({"id2label": {"0": "a", "1": "a"}}, "another text"),
-        ({"id2label": {"0": "a", "1": "\ud800", "2": "b"}}, "another text"),
+        ({"id2label": {"0": "a", "1": "a"}}, "a name of its own"),
+        ({"id2label": {"0": "a", "1": "\ud800", "2": "b"}}, "a name of its own"),
         ({"id2label": {str(number): str(number) for number in range(10_001)}}, "at most 10000"),
         ({"problem_type": "regression"}, "3 numbers of regression"),
         ({"id2label": {}, "num_labels": "3"}, "num_labels"),

@@ -35,7 +35,7 @@ SMALL = {"kv_cache_bytes": 1 << 22}
             "raise kv_cache_bytes .* or lower max_model_len",
         ),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer"),
-        ({"max_num_batched_tokens": 256}, "must exceed max_num_seqs=256"),
+        ({"max_num_batched_tokens": 256, "max_num_seqs": 256}, "must exceed max_num_seqs=256"),
         ({"memory_utilization": 0.0}, "memory_utilization"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: 4 attention heads cannot be shared"),
         ({"async_scheduling": 1}, "async_scheduling must be true, false or None, got 1"),
