@@ -293,6 +293,8 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     The values of `response_format` and `allow_whitespace` are moved into `structured_outputs`.
     """
     form_names = ("response_format", WHITESPACE, "structured_outputs")
+    if values.keys().isdisjoint(form_names):
+        return dict(values)
     remaining = {name: value for name, value in values.items() if name not in form_names}
     form = values.get("structured_outputs")
     from_format = _form_of(values.get("response_format"))

@@ -28,7 +28,7 @@ from jobs.prompts.responses import (
     text_completion,
 )
 from jobs.prompts.templated_task import templated_task
-from jobs.prompts.ways.table import check_way_fits, split_way, way_of
+from jobs.prompts.ways.table import WAY_OPTIONS, check_way_fits, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import Parts, Request, Task
 
@@ -56,7 +56,10 @@ class _SplitOptions(NamedTuple):
 
 def _split_options(options: Mapping[str, Any]) -> _SplitOptions:
     """Split keyword arguments into sampling values, checks of answers, and options of ways. Raises InvalidJob."""
-    sampling, way_options = split_way(options)
+    sampling = dict(options)
+    way_options: dict[str, Any] = {}
+    if sampling.keys() & WAY_OPTIONS.keys():
+        sampling, way_options = split_way(sampling)
     repairs = NO_REPAIRS
     if sampling.keys() & REPAIR_OPTIONS:
         sampling, repairs = split_repair_options(sampling)
@@ -73,6 +76,8 @@ def _checked_way(
 
     Raises InvalidJob for an argument that cannot be combined with the way.
     """
+    if not options:
+        return None
     way = way_of(options)
     if way is not None:
         check_way_fits(way, sampling, repairs)

@@ -191,7 +191,9 @@ class Intake:
         """Queue a request in its lane."""
         waiting = _WaitingRequest(self._engine, add, next(self._arrival_numbers))
         self._by_id[add.request_id] = waiting
-        if has_pictures(add.request.messages) or has_pictures(add.request.prompt):
+        request = add.request
+        is_text = isinstance(request.prompt, str)
+        if not is_text and (has_pictures(request.messages) or has_pictures(request.prompt)):
             self._pictured[add.lane].append(waiting)
             self._prepare_pictured()
         else:

@@ -148,8 +148,7 @@ class JobEnds:
         )
 
         has_failed = status != "finished" and outcome.is_final
-        is_of_run = run_and_shard(job.claimed.job_id) is not None
-        if has_failed and is_of_run:
+        if has_failed and run_and_shard(job.claimed.job_id) is not None:
             self._send_notices(job, outcome, error)
         else:
             self._finish(job, outcome, error)

@@ -26,8 +26,6 @@ WAY_OPTIONS: Mapping[str, WayOption] = _all_options()
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keyword arguments that belong to no way, and the parsed options of ways. Raises InvalidJob."""
-    if WAY_OPTIONS.keys().isdisjoint(values):
-        return dict(values), {}
     remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
     options = {}
     for name, option in WAY_OPTIONS.items():
