@@ -178,6 +178,13 @@ def raise_behind(function: Callable[..., None], num_calls: int) -> Callable[...,
     return call
 
 
+@pytest.fixture
+def few_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of 16 ranks at most: fewer programs for the interpreter."""
+    for module in (low_rank, lora_tables):
+        monkeypatch.setattr(module, "MOST_RANKS", 16)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model and a folder of three adapters for it."""
@@ -214,6 +221,7 @@ def scores(engine: Engine) -> list[float]:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few_ranks")
 def test_every_step_with_adapters_is_replayed_while_adapters_come_and_go(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,8 +229,6 @@ def test_every_step_with_adapters_is_replayed_while_adapters_come_and_go(
 
     No step runs without graphs, and a layer takes two launches for the rows of all adapters.
     """
-    for module in (low_rank, lora_tables):
-        monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
     few_blocks = pool_bytes(SHAPE, 3)
     with Engine(config(folders)) as plain:
         expected = answers(plain)
@@ -259,12 +265,11 @@ def test_every_step_with_adapters_is_replayed_while_adapters_come_and_go(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few_ranks")
 def test_rows_of_a_replayed_step_have_only_the_adapters_of_that_step(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever adapters the longer step before had, and where padding stands now. Others are not replayed."""
-    for module in (low_rank, lora_tables):
-        monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
     simulate_graphs(monkeypatch)
     mixed = simulate_mixed_graphs(monkeypatch)
     with Engine(config(folders, attention_backend="triton")) as engine:
@@ -285,12 +290,11 @@ def test_rows_of_a_replayed_step_have_only_the_adapters_of_that_step(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few_ranks")
 def test_graphs_that_give_other_states_with_adapters_are_not_used(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start also compares the pieces of steps with adapters."""
-    for module in (low_rank, lora_tables):
-        monkeypatch.setattr(module, "MOST_RANKS", 16)  # fewer programs for the interpreter
     simulate_graphs(monkeypatch)
     simulate_mixed_graphs(monkeypatch)
     replay = MixedGraphs.run
