@@ -31,7 +31,9 @@ def column_names(name: str, value: Any) -> list[str]:
     """Return the names in a list of columns, each once and in alphabetical order. Raises InvalidValue."""
     if not isinstance(value, list | tuple):
         raise wrong_value_error(
-            name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
+            name,
+            value,
+            f"""a list of columns such as ["id"]; on the command line of RQ, {name}:='["id"]'""",
         )
     return sorted({column_name(f"a column of {name}", column) for column in value})
 
