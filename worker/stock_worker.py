@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from worker.settings import WorkerSettings
 
 #: Requests in the engine at once. They fill any batch, and a shard's further requests stay in its lazy stream.
-MAX_PENDING = 256
+MAX_PENDING = 1024
 
 
 def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -174,10 +174,14 @@ class EngineConfig:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"
             )
-        if self.max_num_batched_tokens <= (self.max_num_seqs or 1):
+        if self.max_num_batched_tokens == 1:
+            raise ConfigError(
+                "max_num_batched_tokens=1 leaves no room for a prompt; give at least 2"
+            )
+        if self.max_num_seqs is not None and self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "
-                f"max_num_seqs={self.max_num_seqs or 1}: each running sequence needs one token a step, "
+                f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step, "
                 "and a new one at least one more"
             )
 

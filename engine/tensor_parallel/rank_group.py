@@ -267,6 +267,8 @@ class RankGroup:
             "port": self._store.port,
             "num_threads": max(1, torch.get_num_threads() // len(devices)),
         }
+        # Asked on its own, a rank on a smaller GPU would run fewer sequences than the driver schedules.
+        config = replace(config, max_num_seqs=config.num_seqs)
         for rank, device in zip(self._ranks, devices, strict=True):
             rank_order = {
                 **order,

@@ -282,6 +282,26 @@ def test_a_rank_that_dies_while_it_starts_is_named(
     assert psutil.Process().children(recursive=True) == before
 
 
+def test_every_rank_is_told_how_many_sequences_the_driver_schedules(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their GPUs may differ, and each alone would take its own default."""
+    monkeypatch.setattr("engine.run.device.default_num_seqs", lambda device: 7)
+    told = []
+    send = RankGroup._send
+
+    def note(group: RankGroup, rank: RankProcess, message: bytes) -> None:
+        decoded = decode(message[LENGTH_BYTES:])
+        if decoded.kind == Kind.START:
+            told.append(decoded.facts["config"]["max_num_seqs"])
+        send(group, rank, message)
+
+    monkeypatch.setattr(RankGroup, "_send", note)
+    with Engine(config(folder, SHAPE_OF["gqa2_tied_hub"], max_num_seqs=None)) as engine:
+        assert engine.max_num_seqs == 7
+    assert told == [7, 7]
+
+
 def test_ranks_that_do_not_meet_end_the_start_with_a_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -709,10 +709,11 @@ def test_another_delimiter_is_named_and_read_when_it_is_said(
     assert table["price"].to_pylist() == ["1,50", "2,5"]
 
 
+@pytest.mark.parametrize("column", ["n", "Größe"])
 def test_a_file_of_a_european_excel_is_told_its_delimiter_and_its_encoding_at_once(
-    make_context: MakeContext, tmp_path: Path
+    make_context: MakeContext, tmp_path: Path, column: str
 ) -> None:
-    content = "prompt;n\nplain;1\nMüller;2\n"
+    content = f"prompt;{column}\nplain;1\nMüller;2\n"
     (tmp_path / "in.csv").write_bytes(content.encode("cp1252"))
     with pytest.raises(
         OtherDelimiter, match=r"--delimiter ';'\) and encoding \(--encoding cp1252\)"

@@ -262,13 +262,14 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     header = next(rows, None)
     if header is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
-    if header.problem:
-        file.check_encoding()
-        raise CorruptTable(path, "CSV", f"line {header.line_number} {header.problem}")
-    names: list[str] = header.value
+    # A header that is not UTF-8 has fields too. So the error for another delimiter also names the encoding.
+    names: list[str] = header.value or []
     is_usual_delimiter = file.delimiter is None and sep_line is None
     if len(names) == 1 and is_usual_delimiter:
         _check_only_column(file, names[0], usual_delimiter, rows)
+    if header.problem:
+        file.check_encoding()
+        raise CorruptTable(path, "CSV", f"line {header.line_number} {header.problem}")
     for name, count in Counter(names).items():
         if count > 1:
             raise SchemaMismatch(path, f"it has two columns named {brief(name)}")

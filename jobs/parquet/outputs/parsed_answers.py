@@ -104,7 +104,7 @@ def parsed_row(kind: ValueType, answer: Answer, prompt: str = "") -> Parsed:
 def parsed_text(kind: ValueType, text: str, finish_reason: str = "") -> Parsed:
     """Parse one answer. finish_reason: why the answer ended."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_WrittenFloat)
     except (ValueError, RecursionError) as error:
         if finish_reason == "length":
             return Parsed(reason=CUT_TEXT)
@@ -113,6 +113,13 @@ def parsed_text(kind: ValueType, text: str, finish_reason: str = "") -> Parsed:
         return Parsed(_value(kind, value, "$"))
     except _Unfit as error:
         return Parsed(reason=str(error))
+
+
+class _WrittenFloat(float):
+    """A number of JSON that remembers how it is written: 1.10 has other digits than 1.1."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 class _Unfit(Exception):
@@ -167,7 +174,7 @@ def _inner(kind: ValueType, value: Any, path: str) -> Any:
 def _number(type_name: str, value: float) -> float | int | str | None:
     """Return a number as the float, int or text that a type asks for; None if the type has no such number."""
     if type_name == schema_types.NUMBER_OR_TEXT:
-        return json.dumps(value)
+        return value.text if isinstance(value, _WrittenFloat) else str(value)
     if type_name == schema_types.NUMBER:
         try:
             return float(value)

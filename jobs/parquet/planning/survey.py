@@ -42,7 +42,7 @@ from jobs.tasks import Completion, Request
 #: The fewest and the most requests that a dry run sends to have them answered. Between these bounds, it sends one full
 #: batch of the worker.
 MIN_TRIED = 64
-MAX_TRIED = 256
+MAX_TRIED = 1024
 #: The most characters of all prompts that are sent or shown. The limit keeps the job's result small enough.
 MAX_TRIED_CHARS = 4 << 20
 #: This many bytes of a picture count as one character.

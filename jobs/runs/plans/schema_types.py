@@ -154,7 +154,14 @@ class _Reader:
                 if not is_unicode(name):
                     raise _unfit_schema_error(path, "the name of a property is no valid Unicode")
                 fields[name] = self.type_of(inner, f"{path}.{name}", references)
-            return ValueType(OBJECT, fields, frozenset(schema.get("required") or ()))
+            required = schema.get("required") or []
+            if not isinstance(required, list) or not all(
+                isinstance(name, str) for name in required
+            ):
+                raise _unfit_schema_error(
+                    path, f"its required is {brief(required)}, no list of names"
+                )
+            return ValueType(OBJECT, fields, frozenset(required))
 
         values = schema.get("additionalProperties")
         if not isinstance(values, dict):
@@ -182,23 +189,28 @@ def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
 _KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: STRING}
 
 
+_NUMBERS_AND_TEXTS = frozenset({INTEGER, NUMBER, STRING, NUMBER_OR_TEXT})
+
+
 def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
     """Return the type of a column that holds values of all these types. Raises InvalidJob if no type fits."""
     if not types:
         raise _unfit_schema_error(path, "its schema names null alone")
     is_nullable = is_nullable or any(value_type.is_nullable for value_type in types)
+    kinds = {value_type.kind for value_type in types}
+    if kinds <= _NUMBERS_AND_TEXTS and ({NUMBER, STRING} <= kinds or NUMBER_OR_TEXT in kinds):
+        return ValueType(NUMBER_OR_TEXT, is_nullable=is_nullable)
+
     common = replace(types[0], is_nullable=is_nullable)
     for value_type in types[1:]:
         other = replace(value_type, is_nullable=is_nullable)
         if {common.kind, other.kind} == {INTEGER, NUMBER}:
             common = replace(common, kind=NUMBER)
-        elif {common.kind, other.kind} == {NUMBER, STRING}:
-            common = replace(common, kind=NUMBER_OR_TEXT)
         elif common != other:
-            kinds = common.kind
+            different = common.kind
             if other.kind != common.kind:
-                kinds += f" and {other.kind}"
-            raise _unfit_schema_error(path, f"its values may have different types ({kinds})")
+                different += f" and {other.kind}"
+            raise _unfit_schema_error(path, f"its values may have different types ({different})")
     return common
 
 

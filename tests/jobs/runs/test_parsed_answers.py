@@ -3,6 +3,7 @@
 import csv
 import datetime
 import enum
+import itertools
 import json
 from dataclasses import replace
 from decimal import Decimal
@@ -101,10 +102,18 @@ def test_a_decimal_is_a_text_whether_the_model_wrote_a_number_or_a_text() -> Non
     assert arrow_type(kind) == pa.struct([("total", pa.string()), ("tip", pa.string())])
     values = [
         parsed_text(kind, answer).value
-        for answer in ('{"total": 19.9, "tip": null}', '{"total": "19.90", "tip": 2}')
+        for answer in ('{"total": 19.90, "tip": null}', '{"total": "1.10", "tip": 2}')
     ]
-    assert values == [{"total": "19.9", "tip": None}, {"total": "19.90", "tip": "2"}]
+    assert values == [{"total": "19.90", "tip": None}, {"total": "1.10", "tip": "2"}]
+    long = parsed_text(kind, '{"total": 12345678901234567.89, "tip": 1e400}').value
+    assert long == {"total": "12345678901234567.89", "tip": "1e400"}, "digits are as written"
     assert parsed_text(kind, '{"total": true, "tip": null}').value is None
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(["number", "integer", "string"])))
+def test_the_order_of_the_types_of_a_decimal_does_not_matter(kinds: tuple[str, ...]) -> None:
+    assert arrow_type(type_of_schema({"type": list(kinds)})) == pa.string()
+    assert arrow_type(type_of_schema({"enum": ["a", 1.5, 2, None]})) == pa.string()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +169,11 @@ for _number in range(1, 20):
         ({"type": "object", "properties": {"a": {"type": ["string", "object"]}}}, r"\$\.a of"),
         ({"enum": [1, "a"]}, "integer and string"),
         ({"type": "object"}, "without properties"),
+        ({"type": "object", "properties": {"a": {}}, "required": 5}, r"\$\.a of"),
+        (
+            {"type": "object", "properties": {"a": {"type": "string"}}, "required": 5},
+            "no list of names",
+        ),
         ({"type": "array"}, r"\$\[\] of the schema"),
         ({"type": "array", "prefixItems": [{"type": "string"}]}, "prefixItems"),
         ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "allOf"),
