@@ -6,14 +6,20 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from ops.bench.gpu import beside, vllm_turns
 from ops.bench.gpu.pack_vllm import DamagedPiecesError, pack, unpack
+from ops.bench.kernels import flash_attention_3
+from ops.bench.kernels.paged import Peer, attention_cases
+from ops.bench.make import SHAPES
 from ops.bench.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +35,16 @@ for line in sys.stdin:
     outputs = [[7] * seq["max_tokens"] for seq in workload["seqs"]]
     print("RESULT " + json.dumps({{"tok_s": 10.0, "outputs": outputs}}), flush=True)
 """
+
+#: The arguments of vLLM 0.26's operator that the stand-in has no use for.
+FLASH_ATTENTION_3 = (
+    "Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, "
+    "int? max_seqlen_q, int? max_seqlen_k, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
+    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "int window_size_left, int window_size_right, float softcap, bool is_rotary_interleaved, "
+    "Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, "
+    "int cp_rank, Tensor? cp_tot_seqused_k"
+)
 
 
 def command(*, hangs: bool) -> str:
@@ -181,3 +197,55 @@ def test_the_dry_run_goes_the_whole_way_with_our_engine_as_the_peer(tmp_path: Pa
     records = json.loads((tmp_path / "beside.json").read_text())["beside"]
     assert len(records) == 2 * sum(map(len, beside.SHAPES_BY_SEQS.values()))
     assert "| 256, one with log probabilities" in done.stdout
+
+
+def attend_plainly(
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    page_table: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    **rest: Any,
+) -> list[Tensor]:
+    """Stand in for FlashAttention 3's operator, whose other arguments are given too."""
+    names = {argument.split()[-1] for argument in FLASH_ATTENTION_3.split(",")}
+    assert {*rest} == names
+    assert is_causal
+    heads_of_group = q.shape[1] // k.shape[2]
+    for seq, context_len in enumerate(seqused_k.tolist()):
+        queries = slice(*cu_seqlens_q[seq : seq + 2].tolist())
+        blocks = page_table[seq].long()
+        keys = k[blocks].flatten(0, 1)[:context_len].repeat_interleave(heads_of_group, 1)
+        values = v[blocks].flatten(0, 1)[:context_len].repeat_interleave(heads_of_group, 1)
+        num_queries = queries.stop - queries.start
+        scores = torch.einsum("qhd,khd->hqk", q[queries], keys) * softmax_scale
+        unseen = torch.ones(num_queries, context_len, dtype=torch.bool)
+        scores.masked_fill_(unseen.triu(1 + context_len - num_queries), -torch.inf)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return [out]
+
+
+def test_flash_attention_3_runs_our_cases_of_attention_and_must_agree() -> None:
+    """Behind each case of ours comes the same one of the library. One that sees a token too few is noticed."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    on_cpu = torch.device("cpu")
+
+    def cases(attention: Any) -> list[str]:
+        peer = Peer("FlashAttention 3", partial(flash_attention_3.bind, attention))
+        made = attention_cases(SHAPES["tiny"], on_cpu, torch.float32, tiny=True, peer=peer)
+        return [case.name for case in made]
+
+    ours, theirs, *others = cases(attend_plainly)
+    assert theirs == f"FlashAttention 3, {ours}"
+    assert len(others) == 2
+
+    def attend_to_fewer(*, seqused_k: Tensor, **arguments: Any) -> list[Tensor]:
+        return attend_plainly(seqused_k=seqused_k - 1, **arguments)
+
+    with pytest.raises(AssertionError, match="not close"):
+        cases(attend_to_fewer)

@@ -1,7 +1,7 @@
 """Attention over a paged cache, and the other kernels of a layer, on random numbers."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,14 @@ class Paged:
         return 4 * self.query.shape[1] * self.query.shape[2] * int(pairs.sum())
 
 
+@dataclass(frozen=True)
+class Peer:
+    """Another library's attention. bind: returns a call of it on some sequences, which gives what `query` has."""
+
+    name: str
+    bind: Callable[[Paged], Callable[[], Tensor]]
+
+
 def make_paged(
     shape: Shape,
     context_lens: list[int],
@@ -79,9 +87,9 @@ def contexts(num_seqs: int, low: int, high: int) -> list[int]:
 
 
 def attention_cases(
-    shape: Shape, device: torch.device, dtype: torch.dtype, *, tiny: bool
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, tiny: bool, peer: Peer | None = None
 ) -> Iterator[Case]:
-    """Attention of one layer: decodes, then whole prompts."""
+    """Attention of one layer: decodes, then whole prompts. Behind each case comes the peer's, if there is one."""
     toy = {"3 sequences": [20, 7, 33]}
     decodes = toy if tiny else {
         "256 sequences, contexts 100..2,048": contexts(256, 100, 2048),
@@ -94,21 +102,27 @@ def attention_cases(
     }  # fmt: skip
     for label, lens in decodes.items():
         paged = make_paged(shape, lens, [1] * len(lens), device, dtype)
-        yield _attention(f"decode attention, {label}", paged, device)
+        yield from _attention(f"decode attention, {label}", paged, peer)
     for label, lens in prefills.items():
         paged = make_paged(shape, lens, lens, device, dtype)
-        yield _attention(f"prefill attention, {label}", paged, device)
+        yield from _attention(f"prefill attention, {label}", paged, peer)
 
 
-def _attention(name: str, paged: Paged, device: torch.device) -> Case:
-    backend = load_backend("triton", device)
+def _attention(name: str, paged: Paged, peer: Peer | None) -> Iterator[Case]:
+    backend = load_backend("triton", paged.query.device)
     metadata, _ = backend.build_metadata(paged.tables, paged.context_lens, paged.query_lens)
 
     def run() -> Tensor:
         return backend.forward(paged.query, paged.cache, metadata, paged.features)
 
-    assert run().isfinite().all(), f"{name} gives NaN or infinity"
-    return Case(name, run, paged.num_bytes, paged.flops)
+    ours = run()
+    assert ours.isfinite().all(), f"{name} gives NaN or infinity"
+    yield Case(name, run, paged.num_bytes, paged.flops)
+    if peer is not None:
+        run_peer = peer.bind(paged)
+        # both round to 8 bits of mantissa, in another order
+        torch.testing.assert_close(run_peer(), ours, rtol=2**-6, atol=2**-6)
+        yield Case(f"{peer.name}, {name}", run_peer, paged.num_bytes, paged.flops)
 
 
 def layer_cases(
