@@ -532,13 +532,17 @@ class Engine:
                 while not exhausted or self._unfinished:
                     refused: list[Completion] = []
                     exhausted = exhausted or self._fill(requests, refused)
+                    ended = set()
                     for completion in refused + self.step():
-                        done.setdefault(completion.request_id, []).append(completion)
+                        request_id = completion.request_id
+                        done.setdefault(request_id, []).append(completion)
                         num_tokens += len(completion.token_ids)
+                        if request_id not in self._unfinished:
+                            ended.add(request_id)  # once, though several of its samples may end in one step
+                    if ended:
                         seconds = bar.format_dict["elapsed"] or 1.0
                         bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
-                        is_last = completion.request_id not in self._unfinished
-                        bar.update(1 if is_last else 0)
+                        bar.update(len(ended))
         finally:
             for request_id in list(self._unfinished):
                 self.abort(request_id)

@@ -175,6 +175,15 @@ def test_generate_keeps_the_input_order_for_any_iterable(shared: Engine) -> None
     assert shared.generate([]) == []
 
 
+def test_the_progress_bar_counts_each_request_once(
+    shared: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The samples of a request end in one step, in which it was counted twice."""
+    params = SamplingParams(max_tokens=2, n=2, ignore_eos=True)
+    shared.generate([[5, 6, 7], [8, 9]], params, use_tqdm=True)
+    assert "2/2 [" in capsys.readouterr().err
+
+
 def test_generate_refuses_what_it_cannot_pair(shared: Engine) -> None:
     with pytest.raises(InvalidPrompt, match="put a single one into a list"):
         shared.generate("one prompt", GREEDY)
