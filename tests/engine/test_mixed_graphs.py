@@ -80,7 +80,7 @@ def test_every_step_is_replayed_and_the_answers_are_the_same(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_5"])
 def test_the_triton_backend_gives_the_same_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from math import prod
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from engine.layers.packed import PackedProduct
 from engine.layers.parallel import TensorParallel
 from engine.models.base import ModelPlace
 from engine.models.load import count_weight_bytes, read_supported
+from engine.run import check_machine
 from engine.run.check_up import check_up, loaded_bytes
 from tests.engine.paged import DEVICE
 from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, quantize_checkpoint
@@ -291,3 +293,25 @@ def test_a_70b_model_in_int4_fits_a_gpu_of_80_gb(tmp_path: Path, way: str) -> No
     place = ModelPlace(TensorParallel(), backend_of(way), CPU, torch.bfloat16, 8192)
     counted = count_weight_bytes(model, tmp_path, path.decoder, place)
     assert 37 * GIB < counted < 40 * GIB
+
+
+def test_doctor_finds_room_for_a_70b_model_in_int4_on_80_gb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory alone stands in. What the weights leave is the pool, and the longest sequence fits into it."""
+    packed_kernels()
+    write_llama_70b(tmp_path)
+    free_bytes = int(0.9 * 80e9)
+    owner = "free of the GPU within memory_utilization"
+    monkeypatch.setattr(check_machine, "free_memory", lambda config: (free_bytes, owner))
+    (found,) = [
+        each
+        for each in check_up(EngineConfig(str(tmp_path), dtype="bfloat16"))
+        if each.subject == "memory"
+    ]
+    assert found.grade == "ok"
+    sizes = re.findall(r"(?:weights|pool of) ([\d.]+) GiB", found.text)
+    weights, pool = map(float, sizes)
+    assert 37 < weights < 40
+    assert weights + pool == pytest.approx(free_bytes / GIB, abs=0.02)
+    assert "sequences of up to 8192" in found.text
