@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,6 +270,96 @@ def test_the_child_itself_passes_and_imports_nothing_from_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert find_fault(write_model(tmp_path)) is None
+
+
+#: Replaces our kernel by a real one that is wrong, and then is the child.
+SABOTAGED_CHILD = """
+import triton
+import triton.language as tl
+from engine.attention import triton_backend
+from engine.run.forward.checks.checked_kernels import main
+
+
+@triton.jit
+def names_nothing(x_ptr):
+    tl.store(x_ptr, no_such_name)
+
+
+@triton.jit
+def reads_far_away(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr + (1 << 44)))
+
+
+def add_rms_norm(x, residual, weight, eps):
+    {kernel}[(1,)](x)
+    return x, residual
+
+
+triton_backend.add_rms_norm = add_rms_norm
+main()
+"""
+
+
+@needs_interpreter
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kernel", "problem"),
+    [
+        ("names_nothing", "InterpreterError: NameError"),
+        ("reads_far_away", f"its process ended with {signal.SIGSEGV.name}"),
+    ],
+)
+def test_the_child_names_a_kernel_that_does_not_compile_or_faults(
+    tmp_path: Path, kernel: str, problem: str
+) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(SABOTAGED_CHILD.format(kernel=kernel))
+    fault = find_fault(write_model(tmp_path), (sys.executable, str(child)))
+    assert fault is not None
+    assert "norm" in str(fault.kernel)
+    assert problem in fault.problem
+
+
+def test_a_check_counts_for_one_device_software_and_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a change of any of them the kernels are checked again."""
+    model = write_model(tmp_path)
+    engine = tmp_path / "engine"
+    for source in kernel_check_of_start.SOURCES:
+        (engine / source).mkdir(parents=True)
+        (engine / source / "kernel.py").write_text("")
+    driver = tmp_path / "driver"
+    driver.write_text("NVRM version: 580.1")
+    device = SimpleNamespace(name="H200", major=9, minor=0)
+    monkeypatch.setattr(kernel_check_of_start, "ENGINE", engine)
+    monkeypatch.setattr(kernel_check_of_start, "DRIVER_VERSION", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+
+    def digest(described: CheckedModel = model) -> str:
+        return kernel_check_of_start._digest(described, torch.device("cuda"))
+
+    digests = [digest()]
+    assert digest() == digests[0]
+    device.name = "H100"
+    digests.append(digest())
+    device.minor = 1
+    digests.append(digest())
+    driver.write_text("NVRM version: 580.2")
+    digests.append(digest())
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    digests.append(digest())
+    monkeypatch.setattr(torch.version, "cuda", "99")
+    digests.append(digest())
+    monkeypatch.setattr(kernel_check_of_start, "version", lambda package: f"{package} 9.9")
+    digests.append(digest())
+    for source in kernel_check_of_start.SOURCES:
+        (engine / source / "kernel.py").write_text("changed")
+        digests.append(digest())
+    digests.append(digest(replace(model, dtype="bfloat16")))
+    (tmp_path / "config.json").write_text("{}")
+    digests.append(digest())
+    assert len(set(digests)) == len(digests)
 
 
 def start_config(
