@@ -1,6 +1,5 @@
 """Each row has the answer of the model that its adapter makes, whatever rows of others are computed with it."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -266,48 +265,72 @@ def test_weights_that_stay_packed_have_adapters_on_top(
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_peft_gives_the_same_merged_or_not(stage: Stage, tmp_path: Path) -> None:
-    """With ranks and alphas by pattern, and scales by the root of the rank."""
+    """Each row has another adapter than the one before, and rows are preempted.
+
+    The adapters have ranks and alphas by pattern, scales by the root of the rank, and some of the matrices.
+    """
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4,
-        lora_alpha=6,
-        use_rslora=True,
-        target_modules=list(ALL),
-        rank_pattern={"layers.0.self_attn.q_proj": 7, "down_proj": 2},
-        alpha_pattern={"up_proj": 3, "layers.1.self_attn.o_proj": 9},
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
-    torch.manual_seed(11)
-    trained = peft.get_peft_model(Reference(stage.model).model, config)
-    trained.save_pretrained(tmp_path / "adapters" / "trained")
-    unmerged = peft.PeftModel.from_pretrained(
-        Reference(stage.model).model, tmp_path / "adapters" / "trained"
-    ).eval()
-    with Engine(stage.config(adapters=str(tmp_path / "adapters"))) as built:
-        asked = [replace(GREEDY, adapter="trained")] * len(PROMPTS)
-        completions = built.generate(PROMPTS, asked)
-    for model in (unmerged, unmerged.merge_and_unload()):
-        reference = Reference(stage.model, PROMPTS)
-        reference.__dict__["model"] = model
-        assert reference.unexplained(completions) == []
-    assert json.loads((tmp_path / "adapters/trained/adapter_config.json").read_text())["use_rslora"]
+    folder = tmp_path / "adapters"
+    options: dict[str, dict[str, Any]] = {
+        "patterns": {
+            "use_rslora": True,
+            "target_modules": list(ALL),
+            "rank_pattern": {"layers.0.self_attn.q_proj": 7, "down_proj": 2},
+            "alpha_pattern": {"up_proj": 3, "layers.1.self_attn.o_proj": 9},
+        },
+        "some": {"target_modules": ["q_proj", "v_proj"]},
+        "wide": {"r": 9, "lora_alpha": 5, "target_modules": ["up_proj", "o_proj"]},
+    }
+    for seed, (name, values) in enumerate(options.items()):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(
+            **{
+                "r": 4,
+                "lora_alpha": 6,
+                "init_lora_weights": False,
+                "task_type": "CAUSAL_LM",
+                **values,
+            }
+        )
+        peft.get_peft_model(Reference(stage.model).model, config).save_pretrained(folder / name)
+
+    names = list(options)
+    prompts = [prompt for prompt in PROMPTS for _ in names]
+    params = [replace(GREEDY, adapter=name) for _ in PROMPTS for name in names]
+    few_blocks = pool_bytes(SHAPE, 20)
+    with Engine(stage.config(adapters=str(folder), kv_cache_bytes=few_blocks)) as built:
+        completions = built.generate(prompts, params)
+        assert built.stats().num_preemptions > 0
+
+    for number, name in enumerate(names):
+        unmerged = peft.PeftModel.from_pretrained(Reference(stage.model).model, folder / name)
+        for model in (unmerged.eval(), unmerged.merge_and_unload()):
+            reference = Reference(stage.model, PROMPTS)
+            reference.__dict__["model"] = model
+            assert reference.unexplained(completions[number :: len(names)]) == []
+    answers = {tuple(completion.token_ids) for completion in completions[: len(names)]}
+    assert len(answers) == len(names), "the adapters must differ, or this test would see nothing"
 
 
 @pytest.mark.long  # ranks are processes
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_share_each_adapter(stage: Stage, tmp_path: Path) -> None:
-    """And one that does not fit them ends its request alone, while steps are under way."""
+    """Rows are preempted. An adapter that does not fit the ranks ends its request alone, while steps are under way."""
     folder = tmp_path / "adapters"
     shutil.copytree(stage.adapters, folder)
     other = make_checkpoint(tmp_path / "other", replace(SHAPE, hidden_size=64))
     make_adapter(folder / "of_another", other, seed=1)
     for overlaps in (False, True):
         two = stage.config(
-            adapters=str(folder), tensor_parallel_size=2, async_scheduling=overlaps, max_adapters=2
+            adapters=str(folder),
+            tensor_parallel_size=2,
+            async_scheduling=overlaps,
+            max_adapters=2,
+            kv_cache_bytes=pool_bytes(SHAPE, 20) // 2,  # of each rank, which has half of the heads
         )
         with Engine(two) as built:
             check_answers(stage, built)
+            assert built.stats().num_preemptions > 0
             done = built.generate(
                 [PROMPTS[8]] * 3,
                 [replace(GREEDY, adapter=name) for name in ("all", "of_another", "mlp")],
