@@ -15,12 +15,14 @@ from torch import nn
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine import Engine, EngineConfig, SamplingParams, ScoringParams
+from engine.attention import prefix_groups
 from engine.attention.adapter_rows import AdapterGroup, GroupedRows
 from engine.attention.base import ForwardBatch
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.adapter_folder import AdapterFolder
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.adapter_tables import MOST_RANKS
+from engine.kernels.attention import decode as decode_kernels
 from engine.kernels.products import low_rank
 from engine.layers import lora_tables
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -262,6 +264,42 @@ def test_every_step_with_adapters_is_replayed_while_adapters_come_and_go(
     assert stats.num_preemptions > 0
     assert launched["narrow_kernel"] == launched["widen_kernel"]
     assert launched["narrow_kernel"] == 4 * num_layers * stats.adapter_steps
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("few_ranks")
+def test_rows_with_adapters_read_a_common_prefix_once(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In replayed steps, while a row of another adapter stands beside them. Later rows have no such prefix."""
+    shared = [7 * i % 90 + 5 for i in range(80)]
+    together = [*([*shared, 50 + i, 3] for i in range(3)), [9, 8, 7]]
+    apart = [[*range(20 + i, 100 + i)] for i in range(4)]
+    names = ["all", "all", "all", "mlp"]
+    params = [replace(GREEDY, max_tokens=4, adapter=name) for name in names]
+    sizes = {"max_model_len": 112, "max_num_seqs": 4, "max_num_batched_tokens": 112}
+
+    def answer(engine: Engine) -> list[list[int]]:
+        engine.generate(together[:1], params[:1])  # so that the others find its blocks
+        done = engine.generate(together, params) + engine.generate(apart, params)
+        return [completion.token_ids for completion in done]
+
+    with Engine(config(folders, **sizes)) as plain:
+        expected = answer(plain)
+    monkeypatch.setattr(prefix_groups, "LEAST_SPARED_BYTES", 1)
+    simulate_graphs(monkeypatch)
+    attend_to_prefixes = decode_kernels.attend_to_prefixes
+    num_sharing: list[int] = []
+
+    def count_sharing(query: Any, cache: Any, prefixes: Any, *rest: Any, **options: Any) -> None:
+        num_sharing.append(int((prefixes.begins > 0).sum()))
+        attend_to_prefixes(query, cache, prefixes, *rest, **options)
+
+    with Engine(config(folders, attention_backend="triton", **sizes)) as engine:
+        monkeypatch.setattr(decode_kernels, "attend_to_prefixes", count_sharing)
+        assert answer(engine) == expected
+    assert 3 in num_sharing
+    assert num_sharing[-1] == 0
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ probabilities, the tokens are chosen without the second graph.
 
 Where rows have prefixes in common that are worth it (`attention.prefix_groups`), another first graph is replayed, whose
 layers read such a prefix once. It is recorded for the sizes in which a prefix can be worth it. Steps with adapters have
-a first graph too, which sorts rows by adapter and reads the tables of the adapters that are loaded then.
+a first graph too, which sorts rows by adapter and reads the tables of the adapters that are loaded then. It also reads
+prefixes once.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -125,7 +126,7 @@ class DecodeGraphs:
         # by size, the first graph where prefixes are read once
         self._sharing: dict[int, Replay] = {}
         for size in reversed(self._sizes):
-            if static.limits is not None and static.limits.can_pay(size, max_model_len):
+            if self._prefixes(size, max_model_len) is not None:
                 self._sharing[size] = capture(self._bind_sharing(size, max_model_len))
         # by size, the first graph of steps with adapters
         self._adapted: dict[int, Replay] = {}
@@ -224,10 +225,7 @@ class DecodeGraphs:
         advance = self._backend.advance
         state = self._static.state.first(size)
         outputs = self._hidden
-        prefixes = self._static.prefixes
-        assert prefixes is not None, "there are limits"
-        prefixes = prefixes._replace(begins=prefixes.begins[:size])
-        batch = self._batch(size, max_context_len, prefixes)
+        batch = self._batch(size, max_context_len, self._prefixes(size, max_context_len))
 
         def run() -> None:
             advance(state)
@@ -244,13 +242,22 @@ class DecodeGraphs:
         state = self._static.state.first(size)
         outputs = self._hidden
         adapters = self._static.adapters[:size]
-        batch = self._batch(size, max_context_len, None)
+        # where no prefix is shared, the kernel for prefixes has nothing to do
+        batch = self._batch(size, max_context_len, self._prefixes(size, max_context_len))
 
         def run() -> None:
             advance(state)
             outputs[size].copy_(forward(replace(batch, adapters=tables.sort(adapters))))
 
         return run
+
+    def _prefixes(self, size: int, max_context_len: int) -> PrefixTensors | None:
+        """Return the static prefixes of the first rows; None if none can be worth it among so few."""
+        limits = self._static.limits
+        prefixes = self._static.prefixes
+        if limits is None or prefixes is None or not limits.can_pay(size, max_context_len):
+            return None
+        return prefixes._replace(begins=prefixes.begins[:size])
 
     def _batch(
         self, size: int, max_context_len: int, prefixes: PrefixTensors | None

@@ -32,7 +32,7 @@ class StaticRows:
 
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
     limits: say which of the prefixes that rows have in common are read once; None if no prefix is.
-    prefixes: the prefixes that are read once, if there are limits. They are valid only while has_prefixes is True.
+    prefixes: the prefixes that are read once, if there are limits. has_prefixes: whether there are any.
     adapters: [rows] int64, the adapter of each, no_adapter for none. They are valid only while has_adapters is True.
     states: None if the model keeps none.
     """
@@ -158,8 +158,6 @@ class StaticRows:
         """Find the prefixes that the step's sequences have in common; write them if they differ from the last ones."""
         prefixes = limits.find(step.block_tables, step.context_lens)
         self.has_prefixes = len(prefixes) > 0
-        if not prefixes:
-            return
         by_row = [replace(prefix, seqs=rows[prefix.seqs]) for prefix in prefixes]
         arrays = limits.arrange(by_row, len(self._generations))
         written = self._written_prefixes
