@@ -121,26 +121,33 @@ def _mixed(
     return Workload(name, model, made, [rng.randint(*answers) for _ in range(num_seqs)])
 
 
-def _shared(name: str, num_seqs: int, num_common: int, tails: Span, answers: Span) -> Workload:
+def _shared(
+    name: str, num_seqs: int, num_common: int, tails: Span, answers: Span, *, seed: int
+) -> Workload:
     """Prompts that begin alike."""
-    tail = _mixed(name, "q54m", num_seqs, tails, answers, seed=101)
-    common = _tokens(random.Random(102), num_common)
+    tail = _mixed(name, "q54m", num_seqs, tails, answers, seed=seed)
+    common = _tokens(random.Random(seed + 1), num_common)
     return replace(tail, prompts=[common + own for own in tail.prompts])
 
 
-WORKLOADS: dict[str, Workload] = {
-    each.name: each
-    for each in (
-        _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100),
-        _shared("W2", 64, 512, (32, 32), (32, 32)),
-        _mixed("W3", "q06b", 16, (32, 128), (16, 64), seed=103),
-        _shared("W4", 256, 896, (16, 64), (1, 4)),
-        _mixed("W5", "q54m", 48, (16, 64), (200, 400), seed=104),
-        # nano-vLLM's benchmark, token for token
-        _mixed(
-            "mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1
-        ),
+def make_workloads(seed: int = 0) -> dict[str, Workload]:
+    """Make the workloads by name. Another seed gives other tokens and lengths, of the same kind."""
+    made = (
+        _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=seed + 100),
+        _shared("W2", 64, 512, (32, 32), (32, 32), seed=seed + 101),
+        _mixed("W3", "q06b", 16, (32, 128), (16, 64), seed=seed + 103),
+        _shared("W4", 256, 896, (16, 64), (1, 4), seed=seed + 101),
+        _mixed("W5", "q54m", 48, (16, 64), (200, 400), seed=seed + 104),
     )
+    return {each.name: each for each in made}
+
+
+WORKLOADS: dict[str, Workload] = {
+    **make_workloads(),
+    # nano-vLLM's benchmark, token for token
+    "mixed256": _mixed(
+        "mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1
+    ),
 }
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from ops.bench.make import OUT, WORKLOADS, existing_checkpoint
+from ops.bench.make import OUT, existing_checkpoint, make_workloads
 from ops.bench.report import print_machine, print_table, spread
 from ops.bench.workload import Workload
 
@@ -200,8 +200,13 @@ def main() -> None:
         "--folder", type=Path, default=OUT, help="of the checkpoint, workloads and logs"
     )
     parser.add_argument(
-        "--workloads", nargs="+", default=["W1", "W2"], choices=WORKLOADS, help="of one model"
+        "--workloads",
+        nargs="+",
+        default=["W1", "W2"],
+        choices=make_workloads(),
+        help="of one model",
     )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of the workloads")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="of ours")
     parser.add_argument("--peers", type=Path, help="JSON: names and commands")
@@ -213,11 +218,15 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"--peers {options.peers}: {error}")
     options.folder.mkdir(parents=True, exist_ok=True)
-    name = WORKLOADS[options.workloads[0]].model
-    model = existing_checkpoint(options.folder / name, name)
-    paths = [options.folder / f"{name}.json" for name in options.workloads]
-    for name, path in zip(options.workloads, paths, strict=True):
-        WORKLOADS[name].write(path)
+    shape = make_workloads()[options.workloads[0]].model
+    model = existing_checkpoint(options.folder / shape, shape)
+    paths = []
+    for seed in options.seeds:
+        workloads = make_workloads(seed)
+        for name in options.workloads:
+            path = options.folder / (f"{name}-{seed}.json" if seed else f"{name}.json")
+            workloads[name].write(path)
+            paths.append(path)
     ours = (
         f"{PYTHON} -m ops.bench.engine {RUNNER} --kv-cache-bytes {options.kv_cache_bytes} --dtype"
     )
