@@ -158,7 +158,7 @@ def main() -> None:
         model = existing_checkpoint(options.model or Path(folder) / "model", name, dtype)
         config = EngineConfig(
             str(model), device=device.type, attention_backend="triton", max_num_seqs=len(workload.prompts),
-            async_scheduling=True, **settings,
+            async_scheduling=True, kernel_check="refuse", **settings,
         )  # fmt: skip
         with Engine(config) as engine:
             few = with_other_tokens(workload, 1, vocab_size)[:8]
