@@ -3,7 +3,8 @@
     python -m ops.bench.gpu.pack_vllm vllm-0.26.0-*.whl msgspec-*.whl ... --out FOLDER
     python -m ops.bench.gpu.pack_vllm --unpack FOLDER --out SITE      # there; then PYTHONPATH=SITE
 
-What answering text on Hopper does not need is left out: FlashAttention 2, experts, other devices, the Rust server.
+Other wheels can be packed too. What answering text on Hopper does not need of vLLM is left out: FlashAttention 2,
+experts, other devices, the Rust server.
 xgrammar, which vLLM imports for the sake of a name, becomes an empty package. `sums.json` keeps the SHA-256 of each
 piece.
 """
@@ -82,7 +83,7 @@ def pack(wheels: Sequence[Path], out: Path, piece_bytes: int = PIECE_BYTES) -> l
     pieces: list[Path] = []
     sums: dict[str, str] = {}
     for start in range(0, len(data), piece_bytes):
-        piece = out / f"vllm.tar.xz.{len(pieces)}"
+        piece = out / f"wheels.tar.xz.{len(pieces)}"
         content = data[start : start + piece_bytes]
         piece.write_bytes(content)
         sums[piece.name] = hashlib.sha256(content).hexdigest()
