@@ -317,8 +317,11 @@ class RankGroup:
         received = self._take_early(waited_for, kind)
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
-                usual = f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
-                raise RankFailed(min(missing), silence or usual)
+                first, *others = sorted(missing)
+                problem = silence or f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
+                if others:  # one of them may hang, and the others wait for it
+                    problem += f" (no answer from {_names(others)} either)"
+                raise RankFailed(first, problem)
             for rank in self._readable(deadline):
                 reply = self._read(rank)
                 if isinstance(reply, EngineError):
@@ -381,6 +384,11 @@ class RankGroup:
         self._ranks.clear()
         self._selector.close()
         self._store = None
+
+
+def _names(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def check_split(model: ModelConfig, size: int) -> None:

@@ -35,6 +35,7 @@ from tests.engine.two_ranks import (
     config,
     ranks_of,
 )
+from tests.forking import ForkedProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
 
@@ -307,8 +308,10 @@ def test_ranks_that_do_not_meet_end_the_start_with_a_name(
 ) -> None:
     monkeypatch.setattr(rank_group, "RankProcess", HangingRank)
     model = read_model_config(folder)
+    ForkedProcess(os.getpid).wait()  # the process that forks ranks is there before
     before = psutil.Process().children(recursive=True)
-    with pytest.raises(RankFailed, match=r"rank 0 failed: it did not meet .* within 0\.5 s"):
+    expected = r"rank 0 failed: it did not meet .* within 0\.5 s.*\(no answer from rank 1 either\)"
+    with pytest.raises(RankFailed, match=expected):
         RankGroup(config(folder, SHAPE_OF["gqa2_tied_hub"]), model, folder, meet_timeout_s=0.5)
     assert [process for process in psutil.Process().children() if process not in before] == []
 
