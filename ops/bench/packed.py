@@ -117,7 +117,9 @@ def ratios_of(
     kind: Kind, out_features: int, in_features: int, all_rows: Sequence[int], rounds: int
 ) -> list[float]:
     """The ratio of each number of rows."""
-    kernels = CpuBackend(torch.device("cpu")).layer_kernels.packed
+    layer_kernels = CpuBackend(torch.device("cpu")).layer_kernels
+    assert layer_kernels is not None
+    kernels = layer_kernels.packed
     assert kernels is not None
     packed = [make_packed(kind, out_features, in_features, kernels) for _ in range(NUM_WEIGHTS)]
     ours = [lambda x, each=each: each(x, None) for each in packed]

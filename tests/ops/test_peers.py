@@ -30,7 +30,9 @@ def test_a_librarys_seconds_are_those_of_the_engines_file_that_called_it(
 
 def test_packed_weights_are_timed_beside_bfloat16() -> None:
     """A table's row; what it holds depends on the machine."""
-    kernels = CpuBackend(torch.device("cpu")).layer_kernels.packed
+    layer_kernels = CpuBackend(torch.device("cpu")).layer_kernels
+    assert layer_kernels is not None
+    kernels = layer_kernels.packed
     if kernels is None or kernels.block("int4", 32) is None:
         pytest.skip("this processor has no vectors of 64 bytes: weights are unpacked")
     ratios = packed.ratios_of(packed.Kind("int4", 32), 64, 64, all_rows=[1, 8], rounds=1)

@@ -19,7 +19,7 @@ NO_LIMIT = -1  # of a window
 
 def load_library(library: Path) -> Callable[..., list[Tensor]]:
     """Load the library; return its attention. Raises OSError if it does not load."""
-    torch.ops.load_library(library)
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     attention: Callable[..., list[Tensor]] = getattr(torch.ops, NAMESPACE).fwd
     return attention
 
