@@ -13,6 +13,7 @@ from torch import Tensor
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
 from engine.run.forward import row_logprobs
 from engine.run.forward.model_runner import ModelRunner
+from engine.sampling import token_scores
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
@@ -200,7 +201,7 @@ def test_the_cpu_kernel_says_what_torch_does_of_several_tokens_a_row(dtype: torc
     pytest.importorskip(
         "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
     )
-    from engine.cpu_kernels.token_scores import score_tokens
+    from engine.cpu_kernels import token_scores as cpu_token_scores
 
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(9, 333, generator=generator) * 4).round().to(dtype)[:, :307]
@@ -210,7 +211,7 @@ def test_the_cpu_kernel_says_what_torch_does_of_several_tokens_a_row(dtype: torc
     token_ids = torch.randint(307, (len(rows),), generator=generator)
     token_ids[0], token_ids[-1], token_ids[rows == 5] = 0, 306, 1
     found, expected = (
-        score(logits, token_ids, rows) for score in (score_tokens, row_logprobs.score_tokens)
+        scores.score_tokens(logits, token_ids, rows) for scores in (cpu_token_scores, token_scores)
     )
     is_told = (rows != 3) & (rows != 4)
     assert found[0][~is_told].isnan().all()
