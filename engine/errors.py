@@ -188,5 +188,12 @@ class CollectiveFailed(EngineError):
     """Inside a rank: a sum or gather broke off, most often because another rank died in it."""
 
 
+class CaptureFailed(EngineError):
+    """Inside a start: steps cannot be recorded as CUDA graphs, on this rank or on another: (the reason).
+
+    All ranks then go on without these graphs.
+    """
+
+
 class OutOfBlocks(EngineError):
     """A block was taken from an empty pool: a bug in the scheduler."""

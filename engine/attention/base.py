@@ -23,6 +23,7 @@ from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.token_scores import TokenScores, score_tokens
 
 Lens = NDArray[np.int64]
 
@@ -153,6 +154,10 @@ class KernelBackend(ABC):
         """Choose a token for each row, see engine/sampling/sampler.py; into `chosen`, [rows], if given."""
         sampled = sample(logits, rows)
         return sampled if chosen is None else chosen.copy_(sampled)
+
+    def score(self, logits: Tensor, token_ids: Tensor, rows: Tensor) -> TokenScores:
+        """Return tokens' log probabilities and ranks: see engine/sampling/token_scores.py."""
+        return score_tokens(logits, token_ids, rows)
 
 
 class CapturableBackend(KernelBackend):

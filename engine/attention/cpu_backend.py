@@ -20,6 +20,7 @@ from engine.kernels.attention.shared_prefix import find_shared_prefixes
 from engine.kernels.upload import Arrays, upload
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.token_scores import TokenScores
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
@@ -93,6 +94,7 @@ class CpuBackend(KernelBackend):
             logit_masks,
             packed_product,
             prefill_attention,
+            token_scores,
         )
         from engine.cpu_kernels.delta_net import delta_net
         from engine.cpu_kernels.kernel import run_compiled
@@ -102,6 +104,7 @@ class CpuBackend(KernelBackend):
         self._prefilling = prefill_attention
         self._logit_masks = logit_masks
         self._sampler = cpu_sampler
+        self._token_scores = token_scores
         self._run_compiled = run_compiled
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
@@ -144,6 +147,10 @@ class CpuBackend(KernelBackend):
         """Choose the base class' tokens by a compiled kernel, which sorts nothing."""
         sampled = self._sampler.choose_tokens(logits, list(vars(rows).values()))
         return sampled if chosen is None else chosen.copy_(sampled)
+
+    def score(self, logits: Tensor, token_ids: Tensor, rows: Tensor) -> TokenScores:
+        """Score tokens by a compiled kernel, which copies no logits."""
+        return TokenScores(*self._token_scores.score_tokens(logits, token_ids, rows))
 
     def build_metadata(
         self,

@@ -27,6 +27,7 @@ from engine.kernels.attention.rotary import norm_rotate_and_store
 from engine.kernels.delta_net import delta_net
 from engine.kernels.gpu_logit_edits import edit_logits
 from engine.kernels.gpu_sampler import choose_tokens
+from engine.kernels.gpu_token_scores import score_tokens
 from engine.kernels.products import packed_product
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
@@ -39,6 +40,7 @@ from engine.kernels.step_inputs import advance_rows, fill_pending
 from engine.kernels.upload import Arrays, upload_aligned
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.token_scores import TokenScores
 
 PACKED = PackedKernels(
     packed_product.block,
@@ -242,6 +244,10 @@ class TritonBackend(CapturableBackend):
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """Choose the base class' tokens in two launches, which a graph may record: the host never waits."""
         return choose_tokens(logits, list(vars(rows).values()), chosen=chosen)
+
+    def score(self, logits: Tensor, token_ids: Tensor, rows: Tensor) -> TokenScores:
+        """Score tokens in one launch, which reads each row once for each of its tokens and copies none."""
+        return TokenScores(*score_tokens(logits, token_ids, rows))
 
 
 def _name_and_capability(device: torch.device) -> tuple[str, tuple[int, int]]:

@@ -18,7 +18,7 @@ NOT_A_NUMBER = np.float32(np.nan)
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute as `score_tokens` of engine/run/forward/row_logprobs.py does. logits: float32 or bfloat16."""
+    """Compute as `score_tokens` of engine/sampling/token_scores.py does. logits: float32 or bfloat16."""
     firsts = torch.searchsorted(rows, torch.arange(len(logits) + 1))  # each row's first token
     logprobs = torch.empty(len(token_ids))
     ranks = torch.empty(len(token_ids), dtype=torch.int64)

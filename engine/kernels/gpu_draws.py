@@ -38,15 +38,20 @@ def logit_of(key, SPARE: tl.constexpr):
 
 
 @triton.jit
+def as_float32(logits):
+    """Convert loaded logits. bfloat16 goes by its bits: Triton's interpreter converts its smallest numbers wrongly."""
+    if logits.dtype == tl.bfloat16:
+        bits = logits.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return logits.to(tl.float32)
+
+
+@triton.jit
 def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Load a tile's token ids and logits, float32; minus infinity past the vocabulary's end."""
     ids = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
-    # bfloat16 is converted by its bits: Triton's interpreter converts its smallest numbers wrongly
-    if logits.dtype == tl.bfloat16:
-        bits = logits.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return ids, bits.to(tl.float32, bitcast=True)
-    return ids, logits.to(tl.float32)
+    return ids, as_float32(logits)
 
 
 @triton.jit

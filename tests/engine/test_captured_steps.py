@@ -112,12 +112,15 @@ def test_start_compiles_every_kernel_that_steps_use(
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else set()) | {
         "decode_kernel", "prefix_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
         "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel", "tile_maxima_kernel",
-        "choose_token_kernel", "edit_kernel",
+        "choose_token_kernel", "edit_kernel", "score_kernel",
     }  # fmt: skip
     rng = random.Random(0)
     for i in range(60):
         runner.forward(runner._to_device(mixed_step(rng, 5))[0])
-        runner.launch(decode_step(rng, 5, i), nucleus_sampling(1 + i % 9))
+        decodes = decode_step(rng, 5, i)
+        if i % 2:
+            decodes = replace(decodes, sample_tops=np.zeros_like(decodes.query_lens))
+        runner.launch(decodes, nucleus_sampling(len(decodes.query_lens)))
     assert seen == at_start
 
 

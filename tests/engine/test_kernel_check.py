@@ -94,6 +94,8 @@ def test_kernels_that_work_pass(
         ("attention to a common prefix", "last tile of a prefix left out"),
         ("norm of a sum", "weight"),
         ("SiLU", "does not compile"),
+        ("scores of tokens", "rank"),
+        ("scores of tokens", "log probability"),
     ],
 )
 def test_a_wrong_kernel_is_the_last_one_named(
@@ -199,6 +201,7 @@ def test_products_of_adapters_are_checked(tmp_path: Path, monkeypatch: pytest.Mo
 def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """Make one kernel of the Triton backend wrong."""
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
+    score_tokens = triton_backend.score_tokens
     attend_to_prefixes = decode_kernels.attend_to_prefixes
 
     def without_last_tile(query: Any, cache: Any, prefixes: Any, *rest: Any, **kind: Any) -> None:
@@ -217,6 +220,14 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     def with_other_weight(x: Any, residual: Any, weight: Any, eps: float) -> Any:
         return add_rms_norm(x, residual, weight * 1.1, eps)
 
+    def with_other_rank(*arguments: Any) -> Any:
+        logprobs, ranks, totals = score_tokens(*arguments)
+        return logprobs, ranks + 1, totals
+
+    def with_other_log_probability(*arguments: Any) -> Any:
+        logprobs, ranks, totals = score_tokens(*arguments)
+        return logprobs + 0.001, ranks, totals
+
     def does_not_compile(gate_up: Any) -> Any:
         raise ZeroDivisionError
 
@@ -226,6 +237,8 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         "last tile of a prefix left out": (decode_kernels, "attend_to_prefixes", without_last_tile),
         "weight": (triton_backend, "add_rms_norm", with_other_weight),
         "does not compile": (triton_backend, "silu_and_mul", does_not_compile),
+        "rank": (triton_backend, "score_tokens", with_other_rank),
+        "log probability": (triton_backend, "score_tokens", with_other_log_probability),
     }
     monkeypatch.setattr(*patches[sabotage])
 
@@ -442,3 +455,21 @@ def test_the_backend_has_no_kernel_that_is_not_compared() -> None:
         assert kernel is None or getattr(checked, name) is not kernel, name
     for name in ExpertKernels.__dataclass_fields__:
         assert getattr(checked.experts, name) is not getattr(kernels.experts, name), name
+
+
+def test_the_backend_overrides_nothing_that_is_not_compared() -> None:
+    """A kernel that is a method of the backend is checked by name, or by steps of a small model."""
+    launch_nothing = {
+        "check",
+        "fp8_problem",
+        "share_prefixes",
+        "prepare",
+        "build_metadata",
+        "decode_metadata",
+    }
+    compared = {"sample", "edit", "score", "fill_pending", "forward"}
+    # graphs write and advance their rows, and transformers' models store: the check has neither
+    not_compared = {"write_rows", "advance", "store"}
+    methods = {name for name, value in vars(TritonBackend).items() if callable(value)}
+    public = {name for name in methods if not name.startswith("_")}
+    assert public | {"check", "fp8_problem"} == launch_nothing | compared | not_compared

@@ -194,31 +194,6 @@ def test_other_values_are_refused(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cpu_kernel_says_what_torch_does_of_several_tokens_a_row(dtype: torch.dtype) -> None:
-    """Of equal logits too, of rows that lie apart, at both ends of the vocabulary, and beside numbers that are none."""
-    pytest.importorskip(
-        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
-    )
-    from engine.cpu_kernels.token_scores import score_tokens
-
-    generator = torch.Generator().manual_seed(5)
-    logits = (torch.randn(9, 333, generator=generator) * 4).round().to(dtype)[:, :307]
-    logits[3, 7], logits[4, 9], logits[5, ::2] = torch.nan, torch.inf, -torch.inf
-    rows = torch.randint(1, 6, (9,), generator=generator).cumsum(0)
-    rows = torch.searchsorted(rows, torch.arange(int(rows[-1])), right=True)
-    token_ids = torch.randint(307, (len(rows),), generator=generator)
-    token_ids[0], token_ids[-1], token_ids[rows == 5] = 0, 306, 1
-    found, expected = (
-        score(logits, token_ids, rows) for score in (score_tokens, row_logprobs.score_tokens)
-    )
-    is_told = (rows != 3) & (rows != 4)
-    assert found[0][~is_told].isnan().all()
-    assert (found[0] - expected[0])[is_told].abs().max() < CLOSE
-    assert found[1][is_told].equal(expected[1][is_told])
-    assert (found[2] - expected[2])[[0, 1, 2, 5, 6, 7, 8]].abs().max() < CLOSE
-
-
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("number", [-1, 21])
 def test_at_most_twenty_likely_tokens_are_given(name: str, number: int) -> None:

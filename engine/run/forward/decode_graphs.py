@@ -17,10 +17,12 @@ prefixes once.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +32,9 @@ from torch import Tensor
 from engine.attention.base import CapturableBackend, ForwardBatch
 from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import find_waves
+from engine.errors import CaptureFailed, CollectiveFailed
 from engine.layers.lora_tables import LowRankTables
+from engine.layers.parallel import TensorParallel
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.sampling.logit_edits import LogitEdits
@@ -45,6 +49,11 @@ Keep = Callable[[Tensor, NDArray[np.int64]], None]
 Choose = Callable[
     [Tensor, SamplingRows, LogitEdits | None, Tensor, Callable[[Tensor], None] | None], None
 ]
+
+Steps = TypeVar("Steps")
+Recorded = TypeVar("Recorded")
+
+logger = logging.getLogger(__name__)
 
 
 class CudaCapture:
@@ -79,6 +88,32 @@ class CudaCapture:
             run()
         replay: Replay = graph.replay
         return replay
+
+
+def agreed(capture: Callable[[Steps], Recorded], tp: TensorParallel) -> Callable[[Steps], Recorded]:
+    """Return a capture that raises CaptureFailed on every rank if it fails on one.
+
+    A rank without graphs would otherwise sum other rows than the ranks with them, and wait for them for ever. So all
+    ranks say after each capture whether theirs is made. Out of memory is no such failure: it ends the start.
+    """
+
+    def capture_as_all_ranks(run: Steps) -> Recorded:
+        recorded: Recorded | None = None
+        problem = ""
+        try:
+            recorded = capture(run)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, CollectiveFailed) as error:
+            problem = str(error)
+            if tp.rank != 0:  # rank 0 alone logs warnings, and does not know this rank's reason
+                logger.error("rank %d cannot record a CUDA graph: %s", tp.rank, problem)
+        everywhere = tp.minimum(int(recorded is not None))
+        if recorded is None or not everywhere:
+            raise CaptureFailed(problem or "another rank cannot record them")
+        return recorded
+
+    return capture_as_all_ranks
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

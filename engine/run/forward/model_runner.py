@@ -17,7 +17,7 @@ from engine.attention.state_pool import StatePool, state_bytes
 from engine.checkpoint.adapter_folder import Adapter
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
+from engine.errors import AttentionRefused, CaptureFailed, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel, ModelPlace
@@ -28,7 +28,7 @@ from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
-from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs, agreed
 from engine.run.forward.loaded_adapters import LoadedAdapters
 from engine.run.forward.memory import (
     PoolSizes,
@@ -478,7 +478,7 @@ class ModelRunner:
                 lambda batch: model.hidden_states(batch, cache),
                 choose_of_hidden,
                 backend,
-                capture,
+                agreed(capture, tp),
                 StaticRows(
                     self._config.num_seqs,
                     -(-max_model_len // self._config.block_size),
@@ -492,9 +492,7 @@ class ModelRunner:
                 max_model_len,
                 tables,
             )
-        except RuntimeError as error:
-            if not model.may_wait or isinstance(error, torch.OutOfMemoryError):
-                raise
+        except CaptureFailed as error:
             logger.warning(
                 "decode steps run without CUDA graphs, as this model's cannot be recorded: %s",
                 error,
@@ -519,14 +517,17 @@ class ModelRunner:
             graphs = MixedGraphs(
                 lambda batch: model.hidden_states(batch, cache),
                 backend,
-                capture,
+                agreed(capture, self._tp),
                 sizes,
                 self.device,
                 self._adapters.tables,
             )
             problem = self._problem_of(graphs)
+        except CaptureFailed as error:
+            problem = str(error)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            # other ranks wait in the replay that has failed here, so this one must end
+            if self._tp.size > 1 or isinstance(error, torch.OutOfMemoryError):
                 raise
             problem = str(error)
         if problem is None:
@@ -549,7 +550,8 @@ class ModelRunner:
             compared.append(replace(compared[0], adapters=np.array([NO_ADAPTER])))
         # all are computed, whatever the first gives: ranks exchange sums, so each must compute as many
         differences = [self._changes_states(graphs, prompt) for prompt in compared]
-        return "they give other hidden states" if any(differences) else None
+        is_alike = self._tp.minimum(int(not any(differences)))
+        return None if is_alike else "they give other hidden states"
 
     def _changes_states(self, graphs: MixedGraphs, prompt: StepBatch) -> bool:
         """Return whether a step gives other hidden states with the graphs than without them."""

@@ -1,6 +1,6 @@
 """Computes a step's log probabilities, in pieces: the logits of a whole chunk would not fit into memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,39 +32,6 @@ class DeviceLogprobs:
         """Make RowLogprobs. tensors: copies of `self.tensors` on the CPU."""
         logprobs, ranks, top_ids, top_logprobs = (tensor.numpy() for tensor in tensors)
         return RowLogprobs(logprobs, ranks, self.starts, top_ids, top_logprobs)
-
-
-Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-def scores_of(backend: KernelBackend) -> Scores:
-    """Return the backend's `score_tokens`."""
-    if backend.name != "cpu":
-        return score_tokens
-    from engine.cpu_kernels import token_scores  # needs numba, which is optional
-
-    return token_scores.score_tokens
-
-
-def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens' log probabilities and ranks, [tokens] float32 and int64, and each row's log-sum-exp, [rows].
-
-    logits: [rows, vocabulary], of any floating dtype.  token_ids: [tokens] int64.  rows: [tokens] int64, ascending,
-    the row of each token; each row has at least one.
-    """
-    logits = logits.float()
-    totals = logits.logsumexp(-1)
-    token_logits = logits[rows, token_ids]
-    vocab_ids = torch.arange(logits.shape[1], device=logits.device)
-    ranks = []
-    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):
-        # A part has at most as many tokens as logits has rows, so `numbers` takes no more memory than logits.
-        numbers = logits if len(rows) == len(logits) else logits[rows[part]]
-        own_logits = token_logits[part, None]
-        before = vocab_ids < token_ids[part, None]
-        # a rank is 1 plus the tokens with a higher logit, or with the same logit and a lower id
-        ranks.append(1 + ((numbers > own_logits) | ((numbers == own_logits) & before)).sum(-1))
-    return token_logits - totals[rows], torch.cat(ranks), totals
 
 
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +82,7 @@ class StepLogprobs:
         self._model = model
         self._tp = tp
         self._by_row = by_row
-        self._scores = scores_of(backend)
+        self._backend = backend
         self._wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._device = device
         self._most_rows = piece_rows(model.vocab_size, device)
@@ -172,10 +139,10 @@ class StepLogprobs:
     ) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor, Tensor]:
         """Return the number of likely tokens of each token, and RowLogprobs' other arrays.
 
-        The parameters are those of `score_tokens`. width: how many likely tokens each gets. A negative token id stands
-        for any token.
+        The parameters are those of KernelBackend.score. width: how many likely tokens each gets. A negative token id
+        stands for any token.
         """
-        logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
+        logprobs, ranks, totals = self._backend.score(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])
         # empty unless likely tokens are wanted
         highest = logits[:, :0].float()

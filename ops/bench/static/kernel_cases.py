@@ -112,6 +112,7 @@ KERNELS = {
     ),  # of words and logits that lie apart
     # edited logits are in float32; a row for each program; loads come ahead of their use
     "choose_token_kernel": Kernel(of_layer=("SPARE",), warps=16),
+    "score_kernel": Kernel(wide=0.7),  # a token, its row and its logit stand alone
 }
 
 
@@ -210,7 +211,7 @@ def meta_model(
 
 @torch.inference_mode()
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
-    """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
+    """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one; tokens are scored."""
     model, backend, cache = meta_model(name, dtype, fp8)
     columns = sampling_batch(num_rows).columns()
     on_device = upload(list(columns.values()), META)
@@ -221,6 +222,8 @@ def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     for edited in with_edits(sampling_batch(num_rows), model.vocab_size):
         assert edited.edits is not None
         backend.sample(backend.edit(logits, edited.edits, None), rows)
+    numbers = torch.empty(num_rows, dtype=torch.int64, device=META)
+    backend.score(logits, numbers, numbers)
 
 
 def sampling_batch(num_rows: int) -> SamplingBatch:

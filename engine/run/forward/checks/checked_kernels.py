@@ -66,6 +66,9 @@ from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 FP8_TOLERANCE = 0.15  # of keys and values of 8 bits, and of attention over them
+SCORE_TOLERANCE = (
+    1e-5  # of log probabilities, which are computed in float32 whatever the model's dtype
+)
 VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoint's own
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
 WINDOW = 50
@@ -128,9 +131,7 @@ class CheckedBackend(TritonBackend):
 
     def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
         """Edit random logits [rows, vocab_size] and draw from them. Both must give the same bits as plain torch."""
-        generator = torch.Generator().manual_seed(0)
-        logits = (4 * torch.randn(NUM_SAMPLED, vocab_size, generator=generator)).to(dtype)
-        logits = logits.to(self._device)
+        logits = self._random_logits(vocab_size, dtype)
         step = make_step([1] * NUM_SAMPLED, [2] * NUM_SAMPLED, 16, NUM_SAMPLED)
         sampling = nucleus_sampling(NUM_SAMPLED)
         _, rows = to_device(step, self, None, sampling)
@@ -150,6 +151,27 @@ class CheckedBackend(TritonBackend):
                 (logits,),
                 tolerance=0.0,
             )
+
+    def check_scores(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Score tokens of random logits: the first and the last of the vocabulary, and two of one row."""
+        last = vocab_size - 1
+        self._comparison.run(
+            "scores of tokens",
+            super().score,
+            self._plain.score,
+            (
+                self._random_logits(vocab_size, dtype),
+                torch.tensor([0, last, last // 2, last], device=self._device),
+                torch.tensor([0, 1, 1, 2], device=self._device),
+            ),
+            tolerance=SCORE_TOLERANCE,
+        )
+
+    def _random_logits(self, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        """Draw logits of NUM_SAMPLED rows."""
+        generator = torch.Generator().manual_seed(0)
+        logits = 4 * torch.randn(NUM_SAMPLED, vocab_size, generator=generator)
+        return logits.to(self._device, dtype)
 
     def check_pending_tokens(self) -> None:
         """Put tokens of the step before into a step."""
@@ -371,6 +393,7 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
     backend = CheckedBackend(device, KernelComparison(announce, device, dtype))
     backend.check_pending_tokens()
     backend.check_sampler(config.vocab_size, dtype)
+    backend.check_scores(config.vocab_size, dtype)
 
     tp = TensorParallel(0, model.tensor_parallel_size)
     small = _one_layer_of_each_kind(decoder)
