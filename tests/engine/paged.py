@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +77,23 @@ class PagedBatch:
 
     def expected(self) -> Tensor:
         """[tokens, heads, head_dim] float64; zeros for padding."""
+        return self._of_sequences(attend)
+
+    def rounded_inside(self) -> Tensor:
+        """[tokens, heads, head_dim] float64: the root of the sum of the squares of each token's part of a number.
+
+        These parts are rounded one by one where the softmax's weights are rounded before they meet the values.
+        """
+
+        def squares(
+            rows: Tensor, keys: Tensor, values: Tensor, scale: float, **kind: Any
+        ) -> Tensor:
+            return combine(softmax_weights(rows, keys, scale, **kind).square(), values.square())
+
+        return self._of_sequences(squares).sqrt()
+
+    def _of_sequences(self, compute: Callable[..., Tensor]) -> Tensor:
+        """What `compute`, which takes the arguments of `attend`, gives for each sequence; zeros for padding."""
         out, start = torch.zeros(self.query.shape, dtype=torch.float64), 0
         for i, (context_len, query_len) in enumerate(
             zip(self.context_lens, self.query_lens, strict=True)
@@ -84,7 +102,7 @@ class PagedBatch:
             if context_len:
                 pools, scales = (self.key_cache, self.value_cache), self.scales or (None, None)
                 keys, values = (self._context(*pair, i) for pair in zip(pools, scales, strict=True))
-                out[start : start + query_len] = attend(
+                out[start : start + query_len] = compute(
                     rows,
                     keys,
                     values,
@@ -117,10 +135,23 @@ class PagedBatch:
         return context if scales is None else context * scales.cpu().double()[:, None]
 
 
-def attend(
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, **kind: Any) -> Tensor:
+    """Causal attention in float64, the queries at the end of the context; heads grouped over KV heads.
+
+    kind: as softmax_weights takes it.
+    """
+    return combine(softmax_weights(query, keys, scale, **kind), values)
+
+
+def combine(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums of values [context, kv_heads, dim] by weights [heads, queries, context] -> [queries, heads, dim]."""
+    values = values.repeat_interleave(len(weights) // values.shape[1], 1)
+    return torch.einsum("hqc,chd->qhd", weights, values)
+
+
+def softmax_weights(
     query: Tensor,
     keys: Tensor,
-    values: Tensor,
     scale: float,
     *,
     window: int | None = None,
@@ -129,9 +160,8 @@ def attend(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention in float64, the queries at the end of the context; heads grouped over KV heads."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    """The weight of each token of the context for each query: [heads, queries, context]."""
+    keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
     scores = torch.einsum("qhd,chd->hqc", query, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -143,7 +173,7 @@ def attend(
     scores = scores.masked_fill(hidden(len(query), len(keys), window, chunk), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), -1)
-    return torch.einsum("hqc,chd->qhd", scores.softmax(-1)[..., : len(keys)], values)
+    return scores.softmax(-1)[..., : len(keys)]
 
 
 def hidden(num_queries: int, context_len: int, window: int | None, chunk: int | None) -> Tensor:

@@ -424,7 +424,7 @@ class PictureReference:
             return None
         inputs = self.inputs(parts)
         for token_id in token_ids[:-1]:
-            _append(inputs, token_id)
+            append_token(inputs, token_id)
         best = self.model(**inputs, use_cache=False).logits[0, -len(token_ids) :].topk(2)
         if best.indices[:, 0].tolist() != token_ids:
             return None
@@ -442,11 +442,11 @@ class PictureReference:
             margins.append(float(best.values[0] - best.values[1]))
             if found[-1] == self.model.config.image_token_id:
                 break  # transformers would look for its features
-            _append(inputs, found[-1])
+            append_token(inputs, found[-1])
         return found, margins
 
 
-def _append(inputs: dict[str, Any], token_id: int) -> None:
+def append_token(inputs: dict[str, Any], token_id: int) -> None:
     """Add a token behind a prompt's."""
     for name in inputs:
         if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):

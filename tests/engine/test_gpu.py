@@ -1,13 +1,11 @@
 """On a GPU, and with GPU_TESTS_ON_CPU=1 in Triton's interpreter: transformers' tokens through every way of a step."""
 
-import os
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
@@ -15,15 +13,13 @@ from engine import Engine, EngineConfig, SamplingParams
 from tests.engine import families, family_runs
 from tests.engine import test_determinism as determinism
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
+from tests.engine.gpu import ON_CPU, needs_gpu, sized
 from tests.engine.reference import Reference
 
-ON_CPU = os.environ.get("GPU_TESTS_ON_CPU") == "1"
 DEVICE = "cpu" if ON_CPU else "cuda"
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not ON_CPU, reason="needs a CUDA GPU, or GPU_TESTS_ON_CPU=1"
-)
+pytestmark = needs_gpu
 
-NUM_NEW_TOKENS = 3 if ON_CPU else 24
+NUM_NEW_TOKENS = sized(24, 3)
 GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
 BY_NAME = {shape.name: shape for shape in SHAPES}
 WAYS: dict[str, dict[str, Any]] = {

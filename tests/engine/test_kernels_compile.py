@@ -60,6 +60,16 @@ def test_attention_of_heads_of_each_size_fits_every_gpu(tmp_path: Path, target: 
     assert dims == {64, 128, 256}
 
 
+@pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
+def test_rotation_and_storing_fit_every_gpu(tmp_path: Path, target: str) -> None:
+    """Of the heads that take most registers: 32 for 4 of keys, and those that are rotated in part."""
+    models = ("Qwen3-30B-A3B", "Qwen3.5-9B")
+    kernel = "norm_rotate_store_kernel"
+    found = static(tmp_path, "--target", target, "--only", *models, "--kernels", kernel)
+    assert found["problems"] == []
+    assert len(found["kernels"]) == len(models)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
 def test_products_with_packed_weights_fit_every_gpu(tmp_path: Path, target: str) -> None:

@@ -40,7 +40,10 @@ def sections(out: Path, models: Path) -> list[Section]:
 
     checkpoint = ("--model", str(models / "model"))
     processes = ("-n", str(TEST_PROCESSES)) if find_spec("xdist") else ()
-    one_test = f"{TESTS}/test_gpu.py::test_bfloat16_heads_of_128_follow_float32"
+    quick_tests = (
+        f"{TESTS}/test_gpu.py::test_bfloat16_heads_of_128_follow_float32",
+        f"{TESTS}/test_kernels_at_model_size.py::test_norms",
+    )
     demo = (
         "ops.bench.gpu.accuracy",
         "--rows",
@@ -56,7 +59,7 @@ def sections(out: Path, models: Path) -> list[Section]:
         ),
         Section(
             "tests", 200, (*PYTEST, *processes, "-m", "not long", "-k", NOT_ON_GPU, TESTS),
-            (*PYTEST, one_test), {"GPU_TESTS_ON_CPU": "1"},
+            (*PYTEST, *quick_tests), {"GPU_TESTS_ON_CPU": "1"},
         ),
         bench("run", 120, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--rounds", "1"),
         bench("scoring", 90, "ops.bench.gpu.scoring", *checkpoint),
