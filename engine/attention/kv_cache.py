@@ -22,7 +22,7 @@ class LayerKVCache(NamedTuple):
     """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim].
 
     scales: factors of the FP8 numbers of each head's keys and values, [kv_heads] float32 each; None for other
-    dtypes. They are powers of two, which change no mantissa: reading gives back the number that was stored.
+    dtypes. Measured ones are powers of two, which change no mantissa.
     """
 
     keys: Tensor
@@ -120,23 +120,24 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
     return (x.float() / scales[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8)
 
 
-def measure_scales(cache: KVCache) -> list[Scales]:
-    """Measure each layer's scales by the largest key and value of each head in this cache, which must not be FP8.
+def largest_numbers(pool: Tensor) -> Tensor:
+    """Return the magnitude of each head's largest number, [kv_heads] float32. Raises ConfigError if one is not finite.
 
-    The scales leave room for numbers that are HEADROOM times as large. Raises ConfigError if a number is not finite.
+    pool: a layer's keys or values, not in FP8.
     """
+    largest = pool.float().abs().amax((0, 1, 3))
+    if not largest.isfinite().all():
+        raise ConfigError(
+            "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; "
+            "leave it out, or set dtype='bfloat16'"
+        )
+    return largest
 
-    def measure(pool: Tensor) -> Tensor:
-        largest = pool.float().abs().amax((0, 1, 3))
-        if not largest.isfinite().all():
-            raise ConfigError(
-                "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; "
-                "leave it out, or set dtype='bfloat16'"
-            )
-        exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
-        return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 
-    return [(measure(layer.keys), measure(layer.values)) for layer in cache.layers]
+def choose_scales(largest: Tensor) -> Tensor:
+    """Choose scales, [kv_heads], that leave room for numbers HEADROOM times as large as each head's largest one."""
+    exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
+    return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 
 
 def block_bytes(

@@ -176,8 +176,11 @@ def _heads(stored: list[Tensor], cache: LayerKVCache, dtype: torch.dtype) -> lis
     heads = [tensor.transpose(0, 1) for tensor in stored]
     if cache.scales is None:
         return heads
-    scales = (tensor.to(dtype)[:, None, None] for tensor in cache.scales)
-    return [tensor.to(dtype) * scale for tensor, scale in zip(heads, scales, strict=True)]
+    # in float32, as bfloat16 does not hold every scale
+    return [
+        (tensor.float() * scales[:, None, None]).to(dtype)
+        for tensor, scales in zip(heads, cache.scales, strict=True)
+    ]
 
 
 def _first_seen(token: int, features: AttentionFeatures) -> int:

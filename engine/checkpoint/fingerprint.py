@@ -136,6 +136,11 @@ def read_identity(
     return ModelIdentity(digest.hexdigest(), dtype)
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of all tensors of a checkpoint. Raises MissingWeights."""
+    return [entry.name for path in list_weight_files(folder) for entry in check_file(path)]
+
+
 def _add(digest: blake2b, *fields: bytes) -> None:
     for value in fields:  # each with its length, so that no two lists of fields give the same bytes
         digest.update(len(value).to_bytes(8, "little"))

@@ -9,8 +9,8 @@ from typing import Any
 from engine.errors import ConfigError, UnsupportedModel
 
 SUPPORTED = (
-    "supported are fp8 (float8_e4m3fn, a scale for a tensor or a block), compressed-tensors (fp8, int8, "
-    "packed int4 and int8), awq (int4, gemm), gptq (int4, int8), bitsandbytes (nf4, fp4, int8) and gpt-oss' mxfp4"
+    "supported are fp8 (float8_e4m3fn, a scale for a tensor or a block), compressed-tensors (fp8, int8, packed int4 "
+    "and int8), modelopt (fp8), awq (int4, gemm), gptq (int4, int8), bitsandbytes (nf4, fp4, int8) and gpt-oss' mxfp4"
 )
 PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
@@ -160,6 +160,14 @@ def _read_bitsandbytes(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     return (Scheme("bitsandbytes4", kind, 4, (1, USUAL_BLOCK)),)
 
 
+def _read_modelopt(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """Read what ModelOpt writes. Without a quant_algo it has quantized nothing but the KV cache."""
+    _refuse_unless(values, "quant_algo", (None, "FP8"))
+    if values.get("quant_algo") is None:
+        return ()
+    return (Scheme("plain", "float", 8, (None, None)),)
+
+
 def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
     if form not in (*PLAIN_FORMATS, PACKED_FORMAT):
         raise UnsupportedModel(f"compressed-tensors' format {form!r} is not supported; {SUPPORTED}")
@@ -236,5 +244,6 @@ READERS: dict[str, Callable[[Mapping[str, Any]], tuple[Scheme, ...]]] = {
     "gptq": _read_gptq,
     "compressed-tensors": _read_compressed_tensors,
     "bitsandbytes": _read_bitsandbytes,
+    "modelopt": _read_modelopt,
     "mxfp4": lambda values: (Scheme("mxfp4", "float", 4, (1, 32)),),
 }

@@ -17,6 +17,7 @@ from engine.checkpoint.bitsandbytes import (
     open_four_bits,
     open_row_scales,
 )
+from engine.checkpoint.kv_scales import is_kv_scale
 from engine.checkpoint.mxfp4 import Mxfp4Tensor
 from engine.checkpoint.packed_form import PackedForm, PackedPart, check_scales, damaged
 from engine.checkpoint.parts import FLOATS, Parts
@@ -245,7 +246,7 @@ BESIDE = (
     *FOUR_BIT_PARTS,
     *INT8_PARTS,
 )
-#: Names of tensors for quantized activations and KV caches: these are not quantized here.
+#: Names of tensors for quantized activations, which are not quantized here, and for KV caches.
 PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts
@@ -255,12 +256,12 @@ ONE_BYTE = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 def unpacked(
     tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None
 ) -> dict[str, CheckpointTensor]:
-    """Return all tensors by the names that they have in an unquantized checkpoint.
+    """Return all tensors by the names that they have in an unquantized checkpoint, without scales of a KV cache.
 
     Raises MissingWeights or WeightMismatch for a part that is missing, or has another shape or dtype.
     """
     if quantization is None:
-        return dict(tensors)
+        return {name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}
     weights: dict[str, CheckpointTensor] = {}
     taken = set()
     for name in tensors:

@@ -239,6 +239,7 @@ class PagedAttention:
     """Answers the attention calls of each forward pass, which must come in their recorded order.
 
     features: of each call.  only_windows: a picture's tokens see each other only in layers with a window.
+    layer_numbers: the number of each call's layer among the model's layers.
     """
 
     only_windows = False
@@ -256,6 +257,9 @@ class PagedAttention:
         chosen: returns the tokens to attend to, for a model that chooses tokens but gives its attention only a mask.
         """
         self._modules = [call.module for call in calls]
+        self.layer_numbers = [
+            getattr(module, "layer_idx", index) for index, module in enumerate(self._modules)
+        ]
         self._slopes = [_slopes_of(call) for call in calls]
         self._backend = backend
         self.features = [features_of(call, max_positions) for call in calls]

@@ -44,6 +44,7 @@ class CausalModel(nn.Module, ABC):
     """A language model over flat batches and a paged KV cache, or one rank's share of it.
 
     attention_layers: its attention layers, in the order of the cache's layers.
+    layer_numbers: the number of each attention layer among the model's layers, from 0.
     states: what it keeps of a sequence beside keys and values, in the cache's pool of states.
     index_keys: what it keeps of each token to choose the tokens to attend to, in the cache too.
     hidden_size: the width of what `hidden_states` returns.  vocab_size: the width of what `logits` returns on rank 0.
@@ -52,6 +53,7 @@ class CausalModel(nn.Module, ABC):
     """
 
     attention_layers: Sequence[AttentionFeatures]
+    layer_numbers: Sequence[int]
     states: Sequence[StateShape] = ()
     index_keys: Sequence[StateShape] = ()
     hidden_size: int

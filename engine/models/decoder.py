@@ -285,6 +285,7 @@ class DecoderForCausalLM(CausalModel):
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers, self.states, self.index_keys = config.kept(parts.tp, parts.dtype)
+        self.layer_numbers = [i for i, layer in enumerate(config.layers) if layer.delta is None]
         self.hidden_size = sizes.hidden_size
         self.vocab_size = sizes.vocab_size
         kernels = parts.backend.layer_kernels

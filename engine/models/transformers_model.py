@@ -19,6 +19,7 @@ from engine.attention.base import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.attention.state_pool import StateShape
 from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.kv_scales import is_kv_scale
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
@@ -80,6 +81,7 @@ class TransformersModel(CausalModel):
         self.attention = attention
         self._mixers = mixers
         self.attention_layers = attention.features
+        self.layer_numbers = attention.layer_numbers
         if mixers is not None:
             self.states = mixers.states
             self.index_keys = mixers.index_keys
@@ -356,8 +358,9 @@ def _source(
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:
     """Raise MissingWeights or WeightMismatch unless the files hold exactly the tensors that the model has.
 
-    report: transformers' report of loading.
+    They may also hold scales of a KV cache. report: transformers' report of loading.
     """
+    unexpected = [name for name in report["unexpected_keys"] if not is_kv_scale(name)]
     for kind, problem, names in (
         (MissingWeights, "lacks tensors that the model needs", report["missing_keys"]),
         (
@@ -365,11 +368,7 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
             "holds tensors of another shape than config.json says",
             report["mismatched_keys"],
         ),
-        (
-            WeightMismatch,
-            "holds tensors for which this model has no place",
-            report["unexpected_keys"],
-        ),
+        (WeightMismatch, "holds tensors for which this model has no place", unexpected),
     ):
         if names:
             listed = ", ".join(sorted(map(str, names))[:MAX_NAMES])

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from engine.checkpoint.fingerprint import ModelIdentity, read_identity
+from engine.checkpoint.fingerprint import ModelIdentity, read_identity, tensor_names
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
+from engine.checkpoint.kv_scales import find_kv_scales
 from engine.checkpoint.model_config import ModelConfig, longrope_length, read_model_config
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
@@ -41,8 +43,9 @@ class EngineConfig:
         keeps states has them beside the stated bytes; with None they take up to half of the bytes. They are the
         states of max_num_seqs sequences and as many snapshots, or of as many as fit.
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits take half of bfloat16's memory
-        and reading time, and change answers. Each head's scale is measured at start on a few hundred tokens;
-        numbers more than eight times as large as those are clipped. Backends: triton, torch.
+        and reading time, and change answers. Scales are the checkpoint's own, if it has any. Others are
+        measured at start, for each head, on a few hundred tokens, with room for numbers eight times as large.
+        Numbers beyond the range become the largest of it. Backends: triton, torch.
     memory_utilization: share of the GPU's memory that may be in use while the engine runs: weights, KV pool,
         graphs, the largest step, and what other processes hold. Ignored on a CPU.
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 the caller's process
@@ -213,7 +216,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     folder = resolve_model(config.model)
     model = read_model_config(folder)
     identity = read_identity(
-        folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling
+        folder, ", ".join(_modes(config, folder, model)), config.chat_template, config.pooling
     )
     with suppress(ConfigError):  # a missing template: the engine reports it
         identity = replace(
@@ -229,7 +232,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     return replace(identity, embedding_size=size, embedding_prompts=tuple(sorted(pooling.prompts)))
 
 
-def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+def _modes(config: EngineConfig, folder: Path, model: ModelConfig) -> Iterator[str]:
     """Name, in words, the settings that change answers. All answers of a run must come from the same settings."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(
@@ -239,6 +242,8 @@ def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
         yield f"{config.quantization} weights"
     if config.kv_cache_dtype != "auto":
         yield f"{config.kv_cache_dtype} KV cache"
+        if find_kv_scales(tensor_names(folder), model):
+            yield "scales of the checkpoint"
         measured = min(longest, config.max_num_batched_tokens)
         if measured < NUM_MEASURED_TOKENS:
             yield f"scales of {measured} tokens"

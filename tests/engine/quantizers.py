@@ -318,6 +318,10 @@ FORMATS = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda w: fp8(w, (None, None), "weight_scale", "scalar"),
     ),
+    "modelopt_fp8": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}},
+        lambda w: fp8(w, (None, None), "weight_scale", "scalar"),
+    ),
     "ct_fp8_tensor": Format(
         group(FLOAT | {"strategy": "tensor"}, "float-quantized", input_activations=ACTIVATIONS),
         lambda w: fp8(w, (None, None), "weight_scale", "one"),

@@ -1,5 +1,6 @@
 """An FP8 KV cache: what is stored, that attention over it is exact, and that the whole engine takes it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from torch import Tensor
 from engine import ConfigError, Engine, EngineConfig
 from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
-from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, measure_scales, quantize
+from engine.attention.kv_cache import (
+    FP8,
+    KVCache,
+    LayerKVCache,
+    choose_scales,
+    largest_numbers,
+    quantize,
+)
 from engine.attention.torch_backend import TorchBackend
 from engine.run.forward.warm_up import make_step
 from tests.engine.checkpoints import SHAPES, pool_bytes
@@ -76,6 +84,57 @@ def test_numbers_are_rounded_to_the_nearest_and_saturate(
     assert pools[0].flatten(0, 1).float()[[5, 6, 7, 10, 11, 13, 14]].abs().sum() == 0
 
 
+def store_alone(keys: Tensor, values: Tensor, cache: LayerKVCache, slots: Tensor) -> None:
+    triton_backend().store(keys, values, cache, slots)
+
+
+def store_turned(keys: Tensor, values: Tensor, cache: LayerKVCache, slots: Tensor) -> None:
+    """By the kernel that also rotates, here by nothing."""
+    kernels = triton_backend().layer_kernels
+    assert kernels is not None
+    rotation = torch.ones_like(keys[:, :1]), torch.zeros_like(keys[:, :1])
+    kernels.norm_rotate_and_store(
+        keys.clone(), keys, values, rotation, None, 1e-6, tuple(cache), slots
+    )
+
+
+@pytest.mark.parametrize("store", [TorchBackend(DEVICE).store, store_alone, store_turned])
+@pytest.mark.parametrize("scale", [1.0, 0.03, 1e-30, 5e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_beyond_the_range_become_the_largest_one(
+    dtype: torch.dtype, scale: float, store: Callable[..., None]
+) -> None:
+    """On both sides of it, and up to the largest number of the dtype; infinity among the values too."""
+    largest = torch.finfo(dtype).max
+    edges = torch.tensor([430.0, 448.0, 449.0, 463.0, 465.0, 480.0, 512.0, 1e6]) * scale
+    edges = torch.cat((edges, torch.tensor([largest])))
+    keys = torch.cat((edges, -edges)).repeat(2, 1).view(2, 2, 9).to(dtype).to(DEVICE)
+    keys = torch.nn.functional.pad(keys, (0, 7), value=scale)
+    values = keys.clone()
+    values[0, 0, :2] = torch.tensor([torch.inf, -torch.inf])
+    values[1, 1, :1] = torch.nan
+    scales = (torch.full((2,), scale, device=DEVICE), torch.full((2,), scale, device=DEVICE))
+    pools = [torch.zeros((1, 4, 2, 16), dtype=torch.uint8, device=DEVICE).view(FP8) for _ in "kv"]
+    slots = torch.tensor([2, 1], device=DEVICE)
+    with np.errstate(over="ignore", invalid="ignore"):  # in the interpreter
+        store(keys, values, LayerKVCache(pools[0], pools[1], scales), slots)
+    stored = [pool.flatten(0, 1)[[2, 1]].float().cpu() for pool in pools]
+    for x, found in zip((keys, values), stored, strict=True):
+        exact = x.double().cpu() / scale
+        beyond = exact.abs() > 448
+        assert beyond.sum() > 16
+        assert torch.equal(found[beyond], exact[beyond].sign().float() * 448)
+        assert torch.equal(found.isnan(), exact.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scale_that_the_dtype_does_not_hold_is_taken_as_it_is(dtype: torch.dtype) -> None:
+    """What is read of one token is its value, rounded once. (Triton's interpreter rounds otherwise.)"""
+    batch = make_batch([1, 1], dtype=dtype, kv_heads=3).as_fp8()
+    found = attend_by(TorchBackend(DEVICE), batch)
+    assert torch.equal(found.cpu(), batch.expected().float().to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("shape", "features"),
@@ -127,10 +186,12 @@ def test_scales_leave_room_for_eight_times_the_largest() -> None:
     cache.layers[0].keys[1, 2, 0, 7] = -56.0  # 8 * 56 is the largest of FP8
     cache.layers[0].keys[2, 0, 1, 1] = 56.5
     cache.layers[1].values[0, 0, 1, 3] = 1e-3
-    (first_keys, first_values), (second_keys, second_values) = measure_scales(cache)
-    assert first_keys.tolist() == [1.0, 2.0]
-    assert first_values.tolist() == second_keys.tolist() == [1.0, 1.0]
-    assert second_values.tolist() == [1.0, 2.0**-15]
+    first, second = (
+        [choose_scales(largest_numbers(pool)).tolist() for pool in (layer.keys, layer.values)]
+        for layer in cache.layers
+    )
+    assert first == [[1.0, 2.0], [1.0, 1.0]]
+    assert second == [[1.0, 1.0], [1.0, 2.0**-15]]
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:

@@ -12,9 +12,18 @@ from torch import Tensor
 
 from engine.attention import load_backend
 from engine.attention.base import CapturableBackend, ForwardBatch, KernelBackend
-from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
+from engine.attention.kv_cache import (
+    FP8,
+    FP8_LIMIT,
+    KVCache,
+    Scales,
+    block_bytes,
+    choose_scales,
+    largest_numbers,
+)
 from engine.attention.state_pool import StatePool, state_bytes
 from engine.checkpoint.adapter_folder import Adapter
+from engine.checkpoint.kv_scales import KVScale, read_kv_scales, scheme_problem
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, CaptureFailed, ConfigError, UnsupportedModel
@@ -57,6 +66,8 @@ from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
 
 NUM_COMPARED_TOKENS = 40  # of a step from graphs and the same step without
+#: By how much the measured tokens may exceed the range of a checkpoint's scale. Its makers measured on other tokens.
+LARGEST_EXCESS = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +119,7 @@ class ModelRunner:
                 )
                 self._probe()
                 if config.kv_cache_dtype != "auto":
-                    self._kv_scales = self._measure_kv_scales()
+                    self._kv_scales = self._find_kv_scales(folder)
                     self._probe()  # once more, now over an FP8 cache
                 if isinstance(self.backend, CapturableBackend):
                     self.backend.share_prefixes(
@@ -334,9 +345,58 @@ class ModelRunner:
             cache.index = StatePool(self.model.index_keys, num_slots, self.device)
         return cache
 
+    def _find_kv_scales(self, folder: Path) -> list[Scales]:
+        """Return the scales of the cache's layers: the checkpoint's, or measured ones. Raises ConfigError."""
+        problem = scheme_problem(self._model_config)
+        if problem is not None and self._tp.rank == 0:
+            logger.warning(
+                "the FP8 KV cache takes no scales from the checkpoint, whose config.json has a %s; all are measured",
+                problem,
+            )
+        stored = read_kv_scales(folder, self._model_config)
+        if stored and self._tp.rank == 0:
+            logger.info("the FP8 KV cache takes %d scales from the checkpoint", len(stored))
+        measured = self._measure_largest_numbers()
+        scales: list[Scales] = []
+        for layer, (largest_keys, largest_values) in zip(
+            self.model.layer_numbers, measured, strict=True
+        ):
+            key_scales = self._choose_scales(stored.get((layer, "k")), largest_keys)
+            value_scales = self._choose_scales(stored.get((layer, "v")), largest_values)
+            scales.append((key_scales, value_scales))
+        excess = max(
+            (largest / (own_scales * FP8_LIMIT)).max().item()
+            for layer_scales, layer_largest in zip(scales, measured, strict=True)
+            for own_scales, largest in zip(layer_scales, layer_largest, strict=True)
+        )
+        if excess > LARGEST_EXCESS:
+            logger.warning(
+                "keys or values are up to %.1f times as large as the checkpoint's scales of the KV cache allow, and "
+                "are cut; if answers are poor, leave kv_cache_dtype out",
+                excess,
+            )
+        return scales
+
+    def _choose_scales(self, stored: KVScale | None, largest: Tensor) -> Tensor:
+        """Return the scales of this rank's KV heads, [kv_heads] float32. Raises WeightMismatch.
+
+        stored: the checkpoint's for all heads; None if it has none. largest: each of this rank's heads' largest number.
+        """
+        if stored is None:
+            return choose_scales(largest)
+        num_kv_heads = len(largest) * self._tp.size
+        if self._model_config.num_kv_heads < self._tp.size:
+            num_kv_heads = self._model_config.num_kv_heads  # several ranks hold the same head
+        heads = self._tp.share_or_copy(num_kv_heads, "KV heads")
+        of_all_heads = stored.of_heads(num_kv_heads)
+        return of_all_heads[heads.start : heads.start + heads.length].to(self.device).contiguous()
+
     @torch.inference_mode()
-    def _measure_kv_scales(self) -> list[Scales]:
-        """Measure scales on some tokens, the same on every rank. Raises ConfigError."""
+    def _measure_largest_numbers(self) -> list[tuple[Tensor, Tensor]]:
+        """Compute some tokens, the same on every rank; return the largest key and value of each layer's heads.
+
+        Each is [kv_heads] float32. Raises ConfigError.
+        """
         num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
@@ -346,9 +406,12 @@ class ModelRunner:
             np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
         )
         self.logits(replace(step, token_ids=token_ids))
-        scales = measure_scales(self.cache)
+        largest = [
+            (largest_numbers(layer.keys), largest_numbers(layer.values))
+            for layer in self.cache.layers
+        ]
         del self.cache
-        return scales
+        return largest
 
     @torch.inference_mode()
     def _probe(self) -> None:
