@@ -24,7 +24,8 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     - one chunk of the whole token budget at the end of the longest context, with all log probabilities;
     - max_num_seqs decodes at the longest context, once with blocks of their own, and once all with the same blocks;
     - single decodes at halving contexts, which a backend may cut into more pieces;
-    - short prompts, whose products may have tiles of their own.
+    - short prompts, whose products may have tiles of their own;
+    - prompts of two tokens at the end of the longest context, as many as fit, all with the same blocks.
     """
     num_tokens = config.max_num_batched_tokens
     num_seqs = config.num_seqs
@@ -49,9 +50,11 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
         make_step(query_lens, context_lens, config.block_size, num_blocks)
         for query_lens, context_lens in lens
     ]
-    longest_decodes = steps[2]
-    same_blocks = np.repeat(longest_decodes.block_tables[:1], num_seqs, axis=0)
-    steps.append(replace(longest_decodes, block_tables=same_blocks))
+    num_pairs = min(num_seqs, num_tokens // 2)
+    pairs = make_step([2] * num_pairs, [max_model_len] * num_pairs, config.block_size, num_blocks)
+    for step in (steps[2], pairs):
+        same_blocks = np.repeat(step.block_tables[:1], len(step.block_tables), axis=0)
+        steps.append(replace(step, block_tables=same_blocks))
     for i, step in enumerate(steps[:2]):
         rows = np.arange(len(step.token_ids))
         steps[i] = replace(
