@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.attention.kv_tile import (
+    DOT_MIN,
     LOG2_E,
     LOWEST,
     Cache,
@@ -157,8 +158,14 @@ def shared_prefill_attention(
     group = heads // kv_heads
     heads_tile = heads_of_program(group, dim_pad, query.element_size(), gpu)
     num_warps = shape.num_warps if heads_tile == 1 else TWO_HEADS_WARPS
+    tile = min(shape.tile, PREFIX_TILE)
+    if gpu.has_tensor_memory:
+        tile = max(
+            tile // 2, DOT_MIN
+        )  # with larger tiles of which each score is masked, this spills there
     max_registers = shape.max_registers
-    if max_registers is not None:  # more are left than prefill_kernel takes, which needs fewer
+    if scales is None:
+        # left to itself, the assembler makes room for another program, and spills
         max_registers = min(MAX_REGISTERS // (32 * num_warps), 255)
     shared_prefill_kernel[(heads // heads_tile, len(tiles.num_shared))](
         out, query, key_cache, value_cache, *(scales or (None, None)), sinks, slopes,
@@ -167,7 +174,7 @@ def shared_prefill_attention(
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         SOFT_CAP=base2_cap(soft_cap),
-        TILE=min(shape.tile, PREFIX_TILE), QUERY_TILE=QUERY_TILE, HEADS_TILE=heads_tile,
+        TILE=tile, QUERY_TILE=QUERY_TILE, HEADS_TILE=heads_tile,
         num_warps=num_warps, num_stages=shape.num_stages,
         maxnreg=max_registers,
     )  # fmt: skip
