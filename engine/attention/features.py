@@ -34,6 +34,11 @@ class AttentionFeatures:
     has_slopes: bool = False
     is_indexed: bool = False
 
+    @property
+    def sees_all(self) -> bool:
+        """Return whether a query sees all tokens before it."""
+        return self.window is None and self.chunk is None
+
     @cached_property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that attention kernels take beside tensors."""

@@ -123,7 +123,7 @@ def choose_limits(
     dtype: of keys and values.  tile: a prefix is a multiple of these tokens.  tile_queries: the most
     queries of a tile: one for each head of a group and each sequence.
     """
-    whole = [layer for layer in layers if layer.window is None and layer.chunk is None]
+    whole = [layer for layer in layers if layer.sees_all]
     if not whole:
         return None
     most_heads = max(layer.num_heads // layer.num_kv_heads for layer in whole)

@@ -5,6 +5,7 @@ Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, PackedKernels
 from engine.attention.prefix_groups import PrefixArrays, PrefixTensors, choose_limits
+from engine.attention.shared_tiles import Prompts, TileLimits, choose_tile_limits, cut_queries
 from engine.errors import ConfigError
 from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.attention.kv_store import store_kv
@@ -24,6 +26,7 @@ from engine.kernels.attention.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.attention.prefill import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.attention.prefix import PREFIX_TILE, TILE_QUERIES, PrefixRows
 from engine.kernels.attention.rotary import norm_rotate_and_store
+from engine.kernels.attention.shared_prefill import SharedTiles, shared_prefill_attention
 from engine.kernels.delta_net import delta_net
 from engine.kernels.gpu_logit_edits import edit_logits
 from engine.kernels.gpu_sampler import choose_tokens
@@ -57,17 +60,26 @@ INTERPRETER_PROCESSORS = 8
 
 @dataclass(frozen=True)
 class TritonMetadata(AttentionMetadata):
-    """The step's sequences by kind: those with one new token, and those with more."""
+    """The step's sequences by kind: those with one new token, and those with more.
+
+    shared: the prefilling sequences once more, in tiles that they share, for layers in which a query sees all tokens
+    before it; None where each sequence has tiles of its own in these layers too.
+    """
 
     decode: DecodeRows
     prefill: PrefillTiles
+    shared: SharedTiles | None = None
 
 
 class TritonBackend(CapturableBackend):
-    """Computes all prefill chunks of a step in one launch and all its decodes in another."""
+    """Computes all prefill chunks of a step in one launch and all its decodes in another.
+
+    tile_limits: when prefilling sequences share tiles; None if they never do.
+    """
 
     name = "triton"
     max_head_dim = MAX_HEAD_DIM
+    tile_limits: TileLimits | None = None
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype) -> None:
@@ -117,6 +129,13 @@ class TritonBackend(CapturableBackend):
         self.prefix_limits = choose_limits(
             layers, dtype, block_size, tile=PREFIX_TILE, tile_queries=TILE_QUERIES
         )
+        self.tile_limits = choose_tile_limits(
+            layers,
+            block_size,
+            query_tile=QUERY_TILE,
+            key_tile=PREFIX_TILE,
+            num_processors=self._num_processors,
+        )
 
     def _prefix_rows(self, prefixes: PrefixTensors) -> PrefixRows:
         return PrefixRows(*prefixes, num_programs=PREFIX_PROGRAMS * self._num_processors)
@@ -139,27 +158,31 @@ class TritonBackend(CapturableBackend):
         decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")]
         prefills = np.flatnonzero(query_lens > 1)
         starts = np.cumsum(query_lens) - query_lens
-        num_tiles = -(-query_lens[prefills] // QUERY_TILE)
-        first_tiles = np.cumsum(num_tiles) - num_tiles
-        tile_seqs = np.repeat(np.arange(len(prefills)), num_tiles)
-        tile_starts = (np.arange(len(tile_seqs)) - np.repeat(first_tiles, num_tiles)) * QUERY_TILE
-        query_ranges = np.stack((starts[prefills], starts[prefills] + query_lens[prefills]), axis=1)
+        prompts = Prompts(starts[prefills], query_lens[prefills], context_lens[prefills])
+        prompt_tables = block_tables[prefills]
+        tiles = cut_queries(prompts.query_lens, QUERY_TILE)
+        query_ranges = np.stack((prompts.starts, prompts.starts + prompts.query_lens), axis=1)
         arrays = [
             starts[decodes], context_lens[decodes], block_tables[decodes],
-            tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
+            tiles.seqs, tiles.starts, query_ranges, prompts.context_lens, prompt_tables,
         ]  # fmt: skip
-        shared = self._find_prefixes(block_tables[decodes], context_lens[decodes])
-        num_shared = 0 if shared is None else len(shared)
+        prefixes = self._find_prefixes(block_tables[decodes], context_lens[decodes]) or ()
+        shared: Arrays = ()
+        if self.tile_limits is not None:
+            shared = self.tile_limits.share(prompts, tiles, prompt_tables) or ()
         narrow = [array.astype(np.int32, copy=False) for array in arrays]
-        uploaded = upload_aligned([*narrow, *(shared or ()), *beside], self._device)
-        rows, lens, tables, *prefill_parts = uploaded[: len(arrays)]
-        remaining = uploaded[len(arrays) :]
-        prefixes = None
-        if num_shared:
-            prefixes = self._prefix_rows(PrefixTensors(*remaining[:num_shared]))
+        uploaded = iter(upload_aligned([*narrow, *prefixes, *shared, *beside], self._device))
+        rows, lens, tables, *prefill_parts = islice(uploaded, len(arrays))
+        prefix_rows = None
+        if prefixes:
+            prefix_rows = self._prefix_rows(PrefixTensors(*islice(uploaded, len(prefixes))))
+        prefill = PrefillTiles(*prefill_parts)
+        shared_tiles = None
+        if shared:
+            shared_tiles = SharedTiles(*islice(uploaded, len(shared)), prefill.block_tables)
         longest = int(context_lens[decodes].max(initial=0))
-        decode = DecodeRows(rows, lens, tables, longest, prefixes=prefixes)
-        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), remaining[num_shared:]
+        decode = DecodeRows(rows, lens, tables, longest, prefixes=prefix_rows)
+        return TritonMetadata(decode, prefill, shared_tiles), list(uploaded)
 
     def _find_prefixes(
         self, block_tables: NDArray[np.int32], context_lens: Lens
@@ -221,7 +244,10 @@ class TritonBackend(CapturableBackend):
         decode = metadata.decode
         prefill = metadata.prefill
         options = features.options | {"sinks": sinks, "slopes": slopes}
-        if len(prefill.seqs):
+        if metadata.shared is not None and features.sees_all:
+            own = {name: options[name] for name in ("scale", "soft_cap", "sinks", "slopes")}
+            shared_prefill_attention(query, cache, metadata.shared, out, **own)
+        elif len(prefill.seqs):
             prefill_attention(query, cache, prefill, out, **options)
         if len(decode.rows):
             num_pairs = len(decode.rows) * cache.keys.shape[2]

@@ -110,9 +110,9 @@ def test_start_compiles_every_kernel_that_steps_use(
     at_start = set(seen)
     experts = {"grouped_product_kernel", "choose_kernel", "group_kernel"}
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else set()) | {
-        "decode_kernel", "prefix_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
-        "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel", "tile_maxima_kernel",
-        "choose_token_kernel", "edit_kernel", "score_kernel",
+        "decode_kernel", "prefix_kernel", "prefill_kernel", "shared_prefill_kernel", "rms_norm_kernel",
+        "norm_rotate_store_kernel", "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel",
+        "tile_maxima_kernel", "choose_token_kernel", "edit_kernel", "score_kernel",
     }  # fmt: skip
     rng = random.Random(0)
     for i in range(60):

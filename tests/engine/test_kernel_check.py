@@ -92,6 +92,7 @@ def test_kernels_that_work_pass(
         ("attention", "last token left out"),
         ("attention", "scale"),
         ("attention to a common prefix", "last tile of a prefix left out"),
+        ("attention of prompts behind a common prefix", "one tile more of a prefix"),
         ("norm of a sum", "weight"),
         ("SiLU", "does not compile"),
         ("scores of tokens", "rank"),
@@ -203,11 +204,16 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
     score_tokens = triton_backend.score_tokens
     attend_to_prefixes = decode_kernels.attend_to_prefixes
+    attend_to_shared_tiles = triton_backend.shared_prefill_attention
 
     def without_last_tile(query: Any, cache: Any, prefixes: Any, *rest: Any, **kind: Any) -> None:
         prefixes.begins.sub_(PREFIX_TILE)
         attend_to_prefixes(query, cache, prefixes, *rest, **kind)
         prefixes.begins.add_(PREFIX_TILE)
+
+    def with_one_tile_more(query: Any, cache: Any, tiles: Any, *rest: Any, **kind: Any) -> None:
+        longer = replace(tiles, num_shared=tiles.num_shared + PREFIX_TILE)
+        attend_to_shared_tiles(query, cache, longer, *rest, **kind)
 
     def without_last_token(
         query: Any, cache: Any, rows: DecodeRows, *rest: Any, **kind: Any
@@ -235,6 +241,11 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         "last token left out": (triton_backend, "decode_attention", without_last_token),
         "scale": (triton_backend, "decode_attention", with_other_scale),
         "last tile of a prefix left out": (decode_kernels, "attend_to_prefixes", without_last_tile),
+        "one tile more of a prefix": (
+            triton_backend,
+            "shared_prefill_attention",
+            with_one_tile_more,
+        ),
         "weight": (triton_backend, "add_rms_norm", with_other_weight),
         "does not compile": (triton_backend, "silu_and_mul", does_not_compile),
         "rank": (triton_backend, "score_tokens", with_other_rank),

@@ -1,6 +1,7 @@
 """Finds sequences of a step that share their first blocks, so that these are read once for all."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,24 +30,62 @@ def find_shared_prefixes(
     these are shared.  query_lens: [seqs], 0 for a sequence that is left out.  tile: num_tokens is a multiple of it.
     least_queries: the fewest queries that a prefix's members have together; with fewer, reading it once is no gain.
     """
-    found = []
-    long_enough = np.flatnonzero((lens_before >= tile) & (query_lens > 0))
-    if int(query_lens[long_enough].sum()) < least_queries:
+    seqs = np.flatnonzero((lens_before >= tile) & (query_lens > 0))
+    seqs = seqs[np.argsort(block_tables[seqs, 0], kind="stable")]
+    groups = _Groups.of_equal(block_tables[seqs, 0])
+    are_enough = (groups.sizes > 1) & (groups.sums(query_lens[seqs]) >= least_queries)
+    if not are_enough.any():
         return []
-    first_blocks = block_tables[long_enough, 0]
-    different_blocks, counts = np.unique(first_blocks, return_counts=True)
-    for first_block in different_blocks[counts > 1]:
-        seqs = long_enough[first_blocks == first_block]
-        if int(query_lens[seqs].sum()) < least_queries:
-            continue
-        tables = block_tables[seqs]
-        same_blocks = np.logical_and.accumulate(tables == tables[0], axis=1).sum(1)
-        lens = np.minimum(same_blocks * block_size, lens_before[seqs]) // tile * tile
-        # the longest first: a sequence that shares little shall not cut the others' prefix short
-        order = np.argsort(-lens, kind="stable")
-        num_queries = np.cumsum(query_lens[seqs[order]])
-        spared = lens[order] * (num_queries - num_queries[0])
-        last = int(spared.argmax())
-        if spared[last] and num_queries[last] >= least_queries:
-            found.append(SharedPrefix(seqs[order[: last + 1]], int(lens[order[last]])))
-    return found
+
+    seqs = seqs[np.repeat(are_enough, groups.sizes)]
+    groups = _Groups.of_equal(block_tables[seqs, 0])
+    tables = block_tables[seqs, : -(-int(lens_before[seqs].max()) // block_size)]
+    differ = tables != tables[groups.of_each(groups.firsts)]
+    same_blocks = np.where(differ.any(axis=1), differ.argmax(axis=1), tables.shape[1])
+    lens = np.minimum(same_blocks * block_size, lens_before[seqs]) // tile * tile
+    # the longest first: a sequence that shares little shall not cut the others' prefix short
+    order = np.lexsort((-lens, groups.numbers))
+    seqs = seqs[order]
+    lens = lens[order]
+    own_queries = query_lens[seqs]
+    queries_so_far = np.cumsum(own_queries)
+    queries_before = (queries_so_far - own_queries)[groups.firsts]
+    num_queries = queries_so_far - groups.of_each(queries_before)
+    spared = lens * (num_queries - groups.of_each(own_queries[groups.firsts]))
+    lasts = groups.argmax(spared)
+    pays = (spared[lasts] > 0) & (num_queries[lasts] >= least_queries)
+    members = zip(groups.firsts[pays].tolist(), lasts[pays].tolist(), strict=True)
+    return [SharedPrefix(seqs[first : last + 1], int(lens[last])) for first, last in members]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Entries of an array that lie side by side, in groups.
+
+    firsts: [groups], the first entry of each.  sizes: [groups].  numbers: [entries], the group of each entry.
+    """
+
+    firsts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+    @classmethod
+    def of_equal(cls, values: NDArray[Any]) -> Self:
+        """Return the groups of equal neighbours."""
+        firsts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+        sizes = np.diff(firsts, append=len(values))
+        return cls(firsts, sizes, np.repeat(np.arange(len(firsts)), sizes))
+
+    def of_each(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each entry the value of its group. values: [groups]."""
+        return np.repeat(values, self.sizes)
+
+    def sums(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return each group's sum. values: [entries]."""
+        return np.add.reduceat(values, self.firsts) if len(self.firsts) else values[:0]
+
+    def argmax(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the entry of each group's largest value, the first of equal ones."""
+        largest = np.flatnonzero(values == self.of_each(np.maximum.reduceat(values, self.firsts)))
+        _, places = np.unique(self.numbers[largest], return_index=True)
+        return largest[places]

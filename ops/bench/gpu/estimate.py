@@ -8,11 +8,13 @@ So an estimate says what a change is worth, and not how fast another device is.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.attention.features import AttentionFeatures
+from engine.attention.shared_tiles import Prompts, choose_tile_limits, cut_queries
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -46,6 +48,11 @@ MIXED_GRAPH_TOKENS = 2048
 """The largest step with prompts that graphs replay."""
 
 BLOCK = 16
+
+PROCESSORS = 132
+
+TILE = 64
+"""Queries of a tile of prefill attention, and tokens of a tile of keys. Products are made of whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +130,15 @@ class Engine:
     """What an engine can do.
 
     has_graphs: whether steps of decodes are replayed. has_mixed_graphs: steps with prompts too. reads_prefix_once: for
-    all rows behind common tokens. kv_itemsize: bytes of a key's number.
+    all rows behind common tokens, where these decode. shares_tiles: of queries, where they prefill. kv_itemsize: bytes
+    of a key's number.
     """
 
     name: str
     has_graphs: bool = True
     has_mixed_graphs: bool = True
     reads_prefix_once: bool = False
+    shares_tiles: bool = False
     kv_itemsize: int = 2
 
 
@@ -168,19 +177,22 @@ def steps_of(rows: Rows, max_num_seqs: int, pool_tokens: int) -> Iterator[Schedu
         scheduler.receive(np.zeros(len(batch.sampling), np.int64))
 
 
-def estimate(model: Model, rows: Rows, engine: Engine, max_num_seqs: int = 256) -> Estimate:
-    """Return what a run of rows takes."""
-    total = Estimate()
+def estimate(
+    model: Model, rows: Rows, engines: Sequence[Engine], max_num_seqs: int = 256
+) -> list[Estimate]:
+    """Return what a run of rows takes with each engine."""
+    totals = [Estimate() for _ in engines]
     for batch in steps_of(rows, max_num_seqs, pool_tokens=1 << 20):
         num_prompt_tokens = batch.num_tokens - batch.num_decode_tokens
-        is_replayed = engine.has_graphs and num_prompt_tokens == 0
-        if engine.has_mixed_graphs and num_prompt_tokens:
-            is_replayed = batch.num_tokens <= MIXED_GRAPH_TOKENS
-        total.seconds += _step_s(model, rows, engine, batch, is_replayed=is_replayed)
-        total.steps += 1
-        total.eager_steps += not is_replayed
-        total.generated += len(batch.sampling)
-    return total
+        for engine, total in zip(engines, totals, strict=True):
+            is_replayed = engine.has_graphs and num_prompt_tokens == 0
+            if engine.has_mixed_graphs and num_prompt_tokens:
+                is_replayed = batch.num_tokens <= MIXED_GRAPH_TOKENS
+            total.seconds += _step_s(model, rows, engine, batch, is_replayed=is_replayed)
+            total.steps += 1
+            total.eager_steps += not is_replayed
+            total.generated += len(batch.sampling)
+    return totals
 
 
 def _step_s(
@@ -195,7 +207,7 @@ def _step_s(
     read_bytes += 2 * len(batch.seqs) * model.num_state_layers * model.state_bytes
     attention_s = read_bytes / (BANDWIDTH * DECODE_SHARE)
 
-    pairs = _prefill_pairs(batch)
+    pairs = prefill_pairs(model, engine, batch)
     num_layers = model.shape.num_layers - model.num_state_layers
     flops_of_pair = 4 * num_layers * model.shape.num_heads * model.shape.head_dim
     attention_s += flops_of_pair * pairs / (FLOPS * PREFILL_SHARE)
@@ -211,13 +223,36 @@ def _step_s(
     return max(device_s, model.shape.num_layers * EAGER_LAYER_S)
 
 
-def _prefill_pairs(batch: ScheduledBatch) -> float:
-    """Return how many queries meet how many keys in the prompts of a step."""
-    pairs = 0.0
-    for seq, num_new in zip(batch.prefills, batch.prefill_lens, strict=True):
-        num_before = seq.num_computed_tokens
-        pairs += num_new * num_before + num_new * (num_new + 1) / 2
-    return pairs
+def prefill_pairs(model: Model, engine: Engine, batch: ScheduledBatch) -> float:
+    """Return how many queries are multiplied with how many keys in the prompts of a step, in whole tiles."""
+    prompts = [
+        (seq, num_new)
+        for seq, num_new in zip(batch.prefills, batch.prefill_lens, strict=True)
+        if num_new > 1
+    ]
+    if not prompts:
+        return 0.0
+    query_lens = np.array([num_new for _, num_new in prompts])
+    lens_before = np.array([seq.num_computed_tokens for seq, _ in prompts])
+    starts = np.cumsum(query_lens) - query_lens
+    lens = Prompts(starts, query_lens, lens_before + query_lens)
+    tiles = cut_queries(query_lens, TILE)
+    shape = model.shape
+    layer = AttentionFeatures(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale=1.0)
+    limits = choose_tile_limits(
+        [layer], BLOCK, query_tile=TILE, key_tile=TILE, num_processors=PROCESSORS
+    )
+    assert limits is not None
+    lengths = limits.lengths(lens, tiles)
+    if engine.shares_tiles:
+        width = max(len(seq.block_table) for seq, _ in prompts)
+        tables = np.zeros((len(prompts), width), np.int32)
+        for table, (seq, _) in zip(tables, prompts, strict=True):
+            table[: len(seq.block_table)] = seq.block_table
+        shared = limits.share(lens, tiles, tables)
+        if shared is not None:
+            lengths = shared.lengths(TILE)
+    return TILE * float(lengths.sum())
 
 
 QWEN3_8B = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, 1e6)
@@ -240,12 +275,14 @@ ROWS = (
 )
 
 EAGER_PROMPTS = Engine("steps with prompts eager", has_mixed_graphs=False)
-READS_PREFIX_ONCE = Engine("and a common prefix read once", reads_prefix_once=True)
+READS_PREFIX_ONCE = Engine("and a common prefix read once by decodes", reads_prefix_once=True)
+SHARES_TILES = Engine("and by prompts", reads_prefix_once=True, shares_tiles=True)
 ENGINES = (
     EAGER_PROMPTS,
     Engine("in graphs"),
     READS_PREFIX_ONCE,
-    Engine("and FP8 keys and values", reads_prefix_once=True, kv_itemsize=1),
+    SHARES_TILES,
+    replace(SHARES_TILES, name="and FP8 keys and values", kv_itemsize=1),
 )
 
 
@@ -263,7 +300,7 @@ def main() -> None:
     for model in MODELS:
         lines = []
         for rows in ROWS:
-            estimates = [estimate(model, rows, engine) for engine in ENGINES]
+            estimates = estimate(model, rows, ENGINES)
             before = estimates[0]
             share = f"{before.eager_steps / before.steps:.0%}"
             seconds = [f"{made.seconds:.2f}" for made in estimates]
@@ -274,7 +311,7 @@ def main() -> None:
 
         lines = []
         for rows in MANY_ROWS:
-            estimates = [estimate(model, rows, READS_PREFIX_ONCE, batch) for batch in BATCHES]
+            estimates = [estimate(model, rows, [SHARES_TILES], batch)[0] for batch in BATCHES]
             lines.append((rows.name, *(f"{made.seconds:.2f}" for made in estimates)))
         print(f"\n{model.name}, estimated seconds by sequences at once")
         print_table(("rows", *map(str, BATCHES)), lines)

@@ -48,8 +48,12 @@ class RowShape:
 
 
 ROW_SHAPES = (
-    RowShape("2,000 rows behind 896 tokens, answers of 8 to 32", 2000, 896, (20, 80), (8, 32), {}),
-    RowShape("2,000 rows behind 896 tokens, answers of 1 to 4", 2000, 896, (20, 80), (1, 4), {}),
+    RowShape(
+        "2,000 rows behind 896 tokens, answers of 8 to 32", 2000, 896, (20, 80), (8, 32), {}, True
+    ),
+    RowShape(
+        "2,000 rows behind 896 tokens, answers of 1 to 4", 2000, 896, (20, 80), (1, 4), {}, True
+    ),
     RowShape("256 rows behind 2,048 tokens", 256, 2048, (20, 80), (64, 128), {}, True),
     RowShape("2,000 prompts of 300 to 500, answers of 4 to 16", 2000, 0, (300, 500), (4, 16), {}),
     RowShape("256 sequences", 256, 0, (100, 300), (100, 300), {}),
@@ -112,6 +116,7 @@ def run_turns(
     mixed_graphs: MixedGraphs | None = runner._mixed_graphs
     static_rows = runner._graphs._static
     limits = runner.backend.prefix_limits
+    tile_limits = getattr(runner.backend, "tile_limits", None)
     turn = 0
     for number in range(rounds):
         for shape in shapes:
@@ -119,6 +124,7 @@ def run_turns(
                 runner._mixed_graphs = None if variant == WITHOUT else mixed_graphs
                 shares = variant != NO_SHARING
                 runner.backend.prefix_limits = static_rows.limits = limits if shares else None
+                runner.backend.tile_limits = tile_limits if shares else None
                 static_rows.has_prefixes = False  # until a step of this variant finds one
                 turn += 1
                 prompts, params = make_rows(shape, vocab_size, turn)

@@ -82,6 +82,7 @@ KERNELS = {
     ),
     "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
+    "shared_prefill_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
     "norm_rotate_store_kernel": Kernel(
@@ -206,12 +207,17 @@ def meta_model(
     backend.share_prefixes(layers, FP8 if fp8 else dtype, BLOCK_SIZE)
     assert backend.prefix_limits is not None
     backend.prefix_limits = replace(backend.prefix_limits, least_spared_bytes=1)
+    assert backend.tile_limits is not None
+    backend.tile_limits = replace(backend.tile_limits, least_spared_share=-np.inf)
     return model, backend, cache
 
 
 @torch.inference_mode()
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
-    """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one; tokens are scored."""
+    """num_rows sequences decode, one of num_rows + 1 tokens prefills beside a decoding one, and two share tiles.
+
+    Tokens are scored.
+    """
     model, backend, cache = meta_model(name, dtype, fp8)
     columns = sampling_batch(num_rows).columns()
     on_device = upload(list(columns.values()), META)
@@ -232,7 +238,7 @@ def sampling_batch(num_rows: int) -> SamplingBatch:
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
-    """Decode steps, recorded over static buffers and not, with prefixes in common and without; then a mixed step."""
+    """Decode steps, recorded over static buffers and not, with prefixes in common and without; then prompts."""
 
     def make(step: StepBatch, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)
@@ -253,7 +259,9 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
             alone, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints, recorded)
         )
     mixed = make_step([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN], BLOCK_SIZE, 4)
-    for step in (alone, sharing, mixed):
+    prompts = make_step([num_rows + 1] * 2, [length + 1] * 2, BLOCK_SIZE, num_blocks)
+    sharing_prompts = replace(prompts, block_tables=np.zeros_like(prompts.block_tables))
+    for step in (alone, sharing, mixed, sharing_prompts):
         metadata, _ = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
         yield make(step, metadata)
 

@@ -71,6 +71,7 @@ SCORE_TOLERANCE = (
 )
 VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoint's own
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
+SHARING_LENS = ((1, 1, 1), (5, 2, 3))  # of those in steps behind a common prefix
 WINDOW = 50
 NUM_SAMPLED = 3
 ADAPTER_RANKS = (8, 16, 5)
@@ -94,6 +95,8 @@ class CheckedBackend(TritonBackend):
         self.share_prefixes(layers, torch.float32, block_size)
         if self.prefix_limits is not None:
             self.prefix_limits = replace(self.prefix_limits, least_spared_bytes=0)
+        if self.tile_limits is not None:
+            self.tile_limits = replace(self.tile_limits, least_spared_share=float("-inf"))
 
     def build_metadata(
         self,
@@ -118,10 +121,13 @@ class CheckedBackend(TritonBackend):
             return self._plain.forward(query, cache, self._plain_metadata, features, sinks, slopes)
 
         assert isinstance(metadata, TritonMetadata)
-        sees_all = features.window is None and features.chunk is None
-        shares = sees_all and metadata.decode.prefixes is not None
+        name = "attention"
+        if features.sees_all and metadata.decode.prefixes is not None:
+            name = "attention to a common prefix"
+        if features.sees_all and metadata.shared is not None:
+            name = "attention of prompts behind a common prefix"
         out: Tensor = self._comparison.run(
-            "attention to a common prefix" if shares else "attention",
+            name,
             super().forward,
             reference,
             (query, cache, metadata, features, sinks, slopes),
@@ -506,7 +512,7 @@ def _fp8_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor,
 
 
 def _make_steps(block_size: int) -> list[StepBatch]:
-    """Make prefills of three sequences, their decodes, both in one step, and decodes after a common prefix."""
+    """Make prefills of three sequences, their decodes, both in one step, and each kind after a common prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
     width = max(2, -(-longest // block_size))
@@ -520,8 +526,9 @@ def _make_steps(block_size: int) -> list[StepBatch]:
     num_shared = max(1, int(contexts.max()) // block_size)
     behind_prefix = tables.copy()
     behind_prefix[:, :num_shared] = tables[contexts.argmax(), :num_shared]
-    own_token = [num_shared * block_size + 1] * num_seqs
-    steps.append(_step_over(behind_prefix, [1] * num_seqs, own_token, block_size))
+    for lens in SHARING_LENS:
+        own_tokens = [num_shared * block_size + length for length in lens]
+        steps.append(_step_over(behind_prefix, list(lens), own_tokens, block_size))
     return steps
 
 
