@@ -53,7 +53,7 @@ def test_no_kernel_spills_and_each_fits_and_loads_as_it_should(compiled: dict[st
 def test_attention_of_heads_of_each_size_fits_every_gpu(tmp_path: Path, target: str) -> None:
     """Heads of 64, 128 and 256. What a Hopper GPU holds need not fit another one, and spills elsewhere."""
     models = ("Qwen3-0.6B, bfloat16", "gpt-oss-20b", "Gemma-2-9B")
-    kernels = ("decode_kernel", "prefill_kernel", "prefix_kernel")
+    kernels = ("decode_kernel", "prefill_kernel", "prefix_kernel", "shared_prefill_kernel")
     found = static(tmp_path, "--target", target, "--only", *models, "--kernels", *kernels)
     assert found["problems"] == []
     dims = {each["constants"]["DIM_PAD"] for each in found["kernels"]}
