@@ -57,10 +57,11 @@ class SharedTileArrays(NamedTuple):
 
     def lengths(self, key_tile: int) -> NDArray[np.int64]:
         """Return the tokens that each tile's queries are multiplied with, in whole tiles of keys: [tiles]."""
-        tiles = np.repeat(np.arange(len(self.num_shared)), np.diff(self.first_segments))
+        num_shared = self.num_shared.astype(np.int64)
+        tiles = np.repeat(np.arange(len(num_shared)), np.diff(self.first_segments))
         ends = self.positions[tiles, self.segments[:, 2] - 1] + 1
-        own = _whole_tiles(ends - self.num_shared[tiles], key_tile)
-        return self.num_shared + np.add.reduceat(own, self.first_segments[:-1])
+        own = _whole_tiles(ends - num_shared[tiles], key_tile)
+        return num_shared + np.add.reduceat(own, self.first_segments[:-1])
 
 
 def cut_queries(query_lens: NDArray[np.int64], query_tile: int) -> QueryTiles:
@@ -145,8 +146,15 @@ class TileLimits:
         num_shared = np.where(joins, prefix_tokens, seen_by_all)
         num_own = _whole_tiles(ends - num_shared, self.key_tile)
         order = np.argsort(group, kind="stable")
-        columns = (group, seqs, tiles.starts, counts, num_shared, num_own, joins)
-        return _Pieces(*(column[order] for column in columns))
+        return _Pieces(
+            group=group[order],
+            seqs=seqs[order],
+            starts=tiles.starts[order],
+            counts=counts[order],
+            num_shared=num_shared[order],
+            num_own=num_own[order],
+            joins=joins[order],
+        )
 
     def _cut(self, pieces: _Pieces) -> _Segments:
         """Fill tiles with the pieces, group after group; what one tile has no room for goes on in the next one."""
@@ -275,7 +283,8 @@ def _count_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return start, start + 1, ... for each start and length in turn: [sum of lengths]."""
     before = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    numbers: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return numbers
 
 
 def _whole_tiles(num_tokens: NDArray[np.int64], key_tile: int) -> NDArray[np.int64]:

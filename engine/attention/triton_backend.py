@@ -179,7 +179,8 @@ class TritonBackend(CapturableBackend):
         prefill = PrefillTiles(*prefill_parts)
         shared_tiles = None
         if shared:
-            shared_tiles = SharedTiles(*islice(uploaded, len(shared)), prefill.block_tables)
+            shared_parts = [*islice(uploaded, len(shared)), prefill.block_tables]
+            shared_tiles = SharedTiles(*shared_parts)
         longest = int(context_lens[decodes].max(initial=0))
         decode = DecodeRows(rows, lens, tables, longest, prefixes=prefix_rows)
         return TritonMetadata(decode, prefill, shared_tiles), list(uploaded)
