@@ -24,6 +24,8 @@ os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: the interpret
 if __name__ == "__main__" and find_spec("triton") is None:
     sys.exit("python -m ops.bench.static needs the package triton: pip install triton")
 
+import triton
+
 from engine.attention.triton_backend import FP8_CAPABILITY
 from engine.kernels import gpu_kind
 from ops.bench.report import print_table
@@ -258,7 +260,14 @@ def main() -> int:
         print_usages(asked, usages)
     if options.json:
         kernels = [as_json(each, usages[each.variant]) for each in asked if each.variant in usages]
-        options.json.write_text(json.dumps({"kernels": kernels, "problems": wrong}))
+        report = {
+            "target": target.capability,
+            "triton": triton.__version__,
+            "variants": len({each.variant for each in asked}),
+            "kernels": kernels,
+            "problems": wrong,
+        }
+        options.json.write_text(json.dumps(report))
     print(
         "\n".join(wrong)
         or f"nothing is wrong with {len({each.variant for each in asked})} variants"
