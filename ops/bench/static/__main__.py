@@ -3,6 +3,7 @@
     python -m ops.bench.static                       # all cases on Hopper; some minutes
     python -m ops.bench.static --only Qwen3-0.6B     # cases whose names begin so
     python -m ops.bench.static --target 86           # another kind of GPU, which must hold every kernel
+    python -m ops.bench.static --table A.json B.json # the table of RESULTS.md, from what --json wrote
 
 Each case is run on tensors without values, at row counts that would betray a launch whose arguments are
 compiled in: what it launches is compiled, each variant once. The exit status is 1 if a kernel
@@ -39,6 +40,7 @@ from ops.bench.static.compiled import (
     recorded,
 )
 from ops.bench.static.kernel_cases import Case, Kernel
+from ops.bench.static.table import UnusableReport, table_lines
 
 #: One, a multiple of 16 and not, few and many for a tile; each a row count that a step may have.
 ROWS = (1, 2, 15, 16, 17, 31, 64, 255, 256, 1000, 8192)
@@ -112,7 +114,7 @@ def usage_problems(
             usages[each.variant],
             not each.variant.is_float32,
         )
-        wanted = kernels.get(name, Kernel())
+        wanted = kernels.get(name, Kernel(launches="unknown"))
         if usage.spill_bytes:
             yield f"{each.where}: spills {usage.spill_bytes} bytes with {usage.registers} registers"
         warps = wanted.warps if in_16_bits else 1
@@ -207,6 +209,16 @@ def _counts(counts: Mapping[int, int]) -> str:
     return ", ".join(f"{what}×{count}" for what, count in counts.items()) or "-"
 
 
+def print_table_of_files(paths: Sequence[Path], kernels: Mapping[str, Kernel]) -> int:
+    """Print what several runs found; returns 2 if a file cannot be part of it."""
+    try:
+        print("\n".join(table_lines(paths, kernels)))
+    except UnusableReport as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def as_json(each: Asked, usage: Usage) -> dict[str, object]:
     """A variant of a case, for the file."""
     variant = each.variant
@@ -217,7 +229,7 @@ def as_json(each: Asked, usage: Usage) -> dict[str, object]:
 
 
 def main() -> int:
-    """Compile and print; returns 1 if something is wrong, 2 if there is no such case."""
+    """Compile and print; returns 1 if something is wrong, 2 if there is no such case or file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -227,6 +239,13 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument(
+        "--table",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="print one table of these files, which --json wrote; nothing is compiled",
+    )
+    parser.add_argument(
         "--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS"
     )
     parser.add_argument("--kernels", nargs="+", help="only these kernels")
@@ -235,6 +254,8 @@ def main() -> int:
     target = TARGETS[options.target]
     gpu_kind.assumed = target.kind
     module = importlib.import_module(options.cases)
+    if options.table:
+        return print_table_of_files(options.table, module.KERNELS)
     chosen = [case for case in module.CASES if case.name.startswith(tuple(options.only or ("",)))]
     if not chosen:
         print(

@@ -52,6 +52,7 @@ class Kernel:
     """What is asked of a kernel, whatever its sizes; float32, which is for accuracy, is asked for no more
     than not to spill.
 
+    launches: how often it is launched, and for what, as the table of RESULTS.md says it.
     variants: at most so many are compiled for one layer, whatever its steps are.
     of_layer: constants that tell a model's layers from each other.
     warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's. fp8_warps: if
@@ -61,6 +62,7 @@ class Kernel:
     buffers: of each tensor that its loops copy to shared memory, at least so many.
     """
 
+    launches: str
     variants: int = 1
     of_layer: tuple[str, ...] = ()
     warps: int = 32
@@ -72,6 +74,7 @@ class Kernel:
 
 KERNELS = {
     "decode_kernel": Kernel(
+        launches="1 a layer",
         variants=4,
         of_layer=("WINDOW",),
         warps=16,
@@ -80,40 +83,90 @@ KERNELS = {
         buffers=2,
         wide=0.65,
     ),
-    "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
-    "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
-    "shared_prefill_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
-    "store_kernel": Kernel(),
-    "rms_norm_kernel": Kernel(variants=2),
-    "norm_rotate_store_kernel": Kernel(
-        warps=16, wide=0.35
-    ),  # a half of each head at a time; slots of 8 bytes
-    "gate_and_mul_kernel": Kernel(),
-    "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
-    "packed_product_kernel": Kernel(variants=3, warps=8, product="mma", wide=0.3),
+    "prefix_kernel": Kernel(
+        launches="1 a layer, behind a common prefix", warps=8, product="wgmma", buffers=2, wide=0.7
+    ),
+    "prefill_kernel": Kernel(
+        launches="1 a layer, with prompts",
+        of_layer=("WINDOW",),
+        warps=8,
+        product="wgmma",
+        buffers=2,
+        wide=0.7,
+    ),
+    "shared_prefill_kernel": Kernel(
+        launches="1 a layer in place of `prefill`, where prompts share tiles",
+        warps=8,
+        product="wgmma",
+        buffers=2,
+        wide=0.7,
+    ),
+    "store_kernel": Kernel(launches="1 a layer of transformers' models"),
+    "rms_norm_kernel": Kernel(launches="2 a layer, 1 a step", variants=2),
+    # a half of each head at a time; slots of 8 bytes
+    "norm_rotate_store_kernel": Kernel(launches="1 a layer", warps=16, wide=0.35),
+    "gate_and_mul_kernel": Kernel(launches="1 a layer"),
+    "grouped_product_kernel": Kernel(
+        launches="2 a layer of experts",
+        variants=2,
+        of_layer=("IN", "OUT"),
+        warps=8,
+        product="wgmma",
+    ),
+    "packed_product_kernel": Kernel(
+        launches="1 a packed matrix", variants=3, warps=8, product="mma", wide=0.3
+    ),
     "grouped_packed_product_kernel": Kernel(
-        variants=3, of_layer=("IN", "OUT"), warps=8, product="mma", wide=0.3
+        launches="2 a layer of packed experts",
+        variants=3,
+        of_layer=("IN", "OUT"),
+        warps=8,
+        product="mma",
+        wide=0.3,
     ),
     # the rows of one adapter are few, and lie apart
-    "narrow_kernel": Kernel(variants=2, of_layer=("IN",), warps=8, product="mma", wide=0.0),
-    "widen_kernel": Kernel(variants=2, of_layer=("BLOCKS",), warps=8, product="mma", wide=0.0),
-    "convolve_kernel": Kernel(warps=28, wide=0.25),
-    "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
-    "solve_kernel": Kernel(warps=8, product="mma", wide=0.5),
-    "chunk_kernel": Kernel(warps=8, product="mma"),
-    "gate_kernel": Kernel(wide=0.5),  # gates of 16 bits beside what was found, in float32
-    "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
-    "group_kernel": Kernel(wide=0.0),
-    "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
-    "write_rows_kernel": Kernel(wide=0.0),  # numbers that lie apart
-    "fill_pending_kernel": Kernel(wide=0.0),  # a number of each row
-    "tile_maxima_kernel": Kernel(of_layer=("SPARE",)),
+    "narrow_kernel": Kernel(
+        launches="1 a matrix with adapters",
+        variants=2,
+        of_layer=("IN",),
+        warps=8,
+        product="mma",
+        wide=0.0,
+    ),
+    "widen_kernel": Kernel(
+        launches="1 a matrix with adapters",
+        variants=2,
+        of_layer=("BLOCKS",),
+        warps=8,
+        product="mma",
+        wide=0.0,
+    ),
+    "convolve_kernel": Kernel(launches="1 a delta net", warps=28, wide=0.25),
+    # it holds a state; beside it are single numbers
+    "correct_kernel": Kernel(launches="1 a delta net", warps=16, wide=0.5),
+    "solve_kernel": Kernel(
+        launches="1 a delta net, with prompts", warps=8, product="mma", wide=0.5
+    ),
+    "chunk_kernel": Kernel(launches="2 a delta net, with prompts", warps=8, product="mma"),
+    # gates of 16 bits beside what was found, in float32
+    "gate_kernel": Kernel(launches="1 a delta net, with prompts", wide=0.5),
+    # a row of scores is shorter than a warp's wide load
+    "choose_kernel": Kernel(launches="1 a layer of experts", wide=0.0),
+    "group_kernel": Kernel(launches="1 a layer of experts; 1 a step with adapters", wide=0.0),
+    "advance_kernel": Kernel(launches="1 a step", wide=0.0),  # a number or two of each row
+    # numbers that lie apart
+    "write_rows_kernel": Kernel(launches="1 a step whose rows change", wide=0.0),
+    # a number of each row
+    "fill_pending_kernel": Kernel(launches="1 a step, with prompts", wide=0.0),
+    "tile_maxima_kernel": Kernel(launches="1 a step", of_layer=("SPARE",)),
+    # of words and logits that lie apart
     "edit_kernel": Kernel(
-        of_layer=("ADDS",), warps=16, wide=0.0
-    ),  # of words and logits that lie apart
+        launches="1 a step that changes logits", of_layer=("ADDS",), warps=16, wide=0.0
+    ),
     # edited logits are in float32; a row for each program; loads come ahead of their use
-    "choose_token_kernel": Kernel(of_layer=("SPARE",), warps=16),
-    "score_kernel": Kernel(wide=0.7),  # a token, its row and its logit stand alone
+    "choose_token_kernel": Kernel(launches="1 a step", of_layer=("SPARE",), warps=16),
+    # a token, its row and its logit stand alone
+    "score_kernel": Kernel(launches="1 a piece of scored rows", wide=0.7),
 }
 
 
