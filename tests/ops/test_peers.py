@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.cpu_backend import CpuBackend
 from engine.sampling.parameter_values import brief
-from ops.bench import packed
+from ops.bench.kernels import packed
 from ops.bench.parts import seconds_by_part
 
 

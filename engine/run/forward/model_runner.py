@@ -47,6 +47,7 @@ from engine.run.forward.memory import (
     default_cpu_kv_cache_bytes,
     divide_pool,
     fit_pool,
+    give_back_memory,
     keep_freed_memory,
 )
 from engine.run.forward.mixed_graphs import CapturePieces, CudaPieces, MixedGraphs, step_sizes
@@ -110,6 +111,8 @@ class ModelRunner:
         try:
             with on_device(self.device):
                 self.model = self._load(folder)
+                if self.device.type == "cpu":
+                    give_back_memory()  # what reading weights took, or the pool would find less
                 self._adapters = LoadedAdapters(
                     self.model,
                     config.max_adapters if config.adapters else 0,

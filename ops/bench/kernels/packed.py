@@ -1,7 +1,7 @@
 """Products with packed weights beside oneDNN's bfloat16 product on a CPU: its time divided by ours.
 
-    python -m ops.bench.packed
-    python -m ops.bench.packed --kinds "int4 in groups of 128" --rows 64
+    python -m ops.bench.kernels.packed
+    python -m ops.bench.kernels.packed --kinds "int4 in groups of 128" --rows 64
 
 One thread, the best of some rounds in turns. Several weights of a size alternate, so that they come out of memory, as
 those of a model's layers do. The processor needs vectors of 64 bytes and bfloat16.
