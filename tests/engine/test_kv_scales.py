@@ -206,7 +206,9 @@ def test_an_impossible_scale_is_refused_by_name(scaled: Scaled, value: float) ->
 def test_scales_for_another_number_of_heads_are_refused(scaled: Scaled) -> None:
     name = "model.layers.0.self_attn.k_scale"
     folder = scaled({name: torch.ones(3)}, cache_scheme(strategy="attn_head"))
-    with pytest.raises(WeightMismatch, match=rf"'{name}' in .* has 3 scales; 1 .* or 2, one for"):
+    with pytest.raises(
+        WeightMismatch, match=rf"'{name}' in .* has 3 scales; expected 1 .* or 2, one for"
+    ):
         Engine(config(folder))
 
 

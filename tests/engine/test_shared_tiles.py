@@ -231,7 +231,7 @@ def test_a_tile_has_no_more_tokens_behind_the_prefix_than_in_it() -> None:
     """Otherwise a program with many short tails would end long after the others."""
     arrays = share(LIMITS, *prompts_behind(56, [2] * 140))
     assert arrays is not None
-    assert arrays.lengths(64).tolist() == [2 * 896] * 10
+    assert arrays.count_keys(64).tolist() == [2 * 896] * 10
 
 
 def test_models_whose_layers_all_have_windows_share_no_tiles() -> None:

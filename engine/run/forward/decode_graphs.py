@@ -12,8 +12,8 @@ probabilities, the tokens are chosen without the second graph.
 
 Where rows have prefixes in common that are worth it (`attention.prefix_groups`), another first graph is replayed, whose
 layers read such a prefix once. It is recorded for the sizes in which a prefix can be worth it. Steps with adapters have
-a first graph too, which sorts rows by adapter and reads the tables of the adapters that are loaded then. It also reads
-prefixes once.
+a first graph of their own. It sorts rows by adapter, and reads the tables of the adapters that are loaded then. It also
+reads common prefixes once.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -90,14 +90,16 @@ class CudaCapture:
         return replay
 
 
-def agreed(capture: Callable[[Steps], Recorded], tp: TensorParallel) -> Callable[[Steps], Recorded]:
+def capture_on_all_ranks(
+    capture: Callable[[Steps], Recorded], tp: TensorParallel
+) -> Callable[[Steps], Recorded]:
     """Return a capture that raises CaptureFailed on every rank if it fails on one.
 
-    A rank without graphs would otherwise sum other rows than the ranks with them, and wait for them for ever. So all
-    ranks say after each capture whether theirs is made. Out of memory is no such failure: it ends the start.
+    Otherwise a rank without graphs would sum other rows than the ranks with graphs, and wait for them for ever. So the
+    ranks agree after each capture. Running out of memory is no such failure: it ends the start.
     """
 
-    def capture_as_all_ranks(run: Steps) -> Recorded:
+    def capture_and_agree(run: Steps) -> Recorded:
         recorded: Recorded | None = None
         problem = ""
         try:
@@ -113,7 +115,7 @@ def agreed(capture: Callable[[Steps], Recorded], tp: TensorParallel) -> Callable
             raise CaptureFailed(problem or "another rank cannot record them")
         return recorded
 
-    return capture_as_all_ranks
+    return capture_and_agree
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -277,7 +279,7 @@ class DecodeGraphs:
         state = self._static.state.first(size)
         outputs = self._hidden
         adapters = self._static.adapters[:size]
-        # where no prefix is shared, the kernel for prefixes has nothing to do
+        # in a step without common prefixes, the kernel that reads them has nothing to do
         batch = self._batch(size, max_context_len, self._prefixes(size, max_context_len))
 
         def run() -> None:
@@ -287,7 +289,7 @@ class DecodeGraphs:
         return run
 
     def _prefixes(self, size: int, max_context_len: int) -> PrefixTensors | None:
-        """Return the static prefixes of the first rows; None if none can be worth it among so few."""
+        """Return the static prefixes of the first `size` rows; None if none can pay among them."""
         limits = self._static.limits
         prefixes = self._static.prefixes
         if limits is None or prefixes is None or not limits.can_pay(size, max_context_len):

@@ -15,7 +15,7 @@ FIRST_CONTEXT = 64  # backends plan shorter contexts in the same way as this one
 #: Backends tile shorter ones, down to 16 tokens, in the same way. An expert has only a part of a prompt's rows. Packed
 #: experts have a tile for 17 to 64 rows, which one of these prompts brings even if a token takes 4 of 128 experts.
 SHORT_PROMPTS = (64, 256, 1024)
-SHARING_PROMPT = 32  # behind a common prefix, two of them fill a tile of queries
+SHARING_PROMPT = 32  # tokens behind a common prefix; two such prompts fill a tile of queries
 
 
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
@@ -51,13 +51,15 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
         make_step(query_lens, context_lens, config.block_size, num_blocks)
         for query_lens, context_lens in lens
     ]
-    tail = min(max(share, 2), SHARING_PROMPT)
-    num_tails = min(num_seqs, num_tokens // tail)
-    alike = [steps[2]]
-    if num_tails > 1 and tail < max_model_len:
-        lens_of_tails = [tail] * num_tails, [max_model_len] * num_tails
-        alike.append(make_step(*lens_of_tails, config.block_size, num_blocks))
-    for step in alike:
+    longest_decodes = steps[2]
+    behind_prefix = [longest_decodes]
+    prompt_len = min(max(share, 2), SHARING_PROMPT)
+    num_prompts = min(num_seqs, num_tokens // prompt_len)
+    if num_prompts > 1 and prompt_len < max_model_len:
+        query_lens = [prompt_len] * num_prompts
+        context_lens = [max_model_len] * num_prompts
+        behind_prefix.append(make_step(query_lens, context_lens, config.block_size, num_blocks))
+    for step in behind_prefix:
         same_blocks = np.repeat(step.block_tables[:1], len(step.block_tables), axis=0)
         steps.append(replace(step, block_tables=same_blocks))
     for i, step in enumerate(steps[:2]):

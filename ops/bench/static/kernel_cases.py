@@ -113,7 +113,8 @@ KERNELS = {
     ),  # of words and logits that lie apart
     # edited logits are in float32; a row for each program; loads come ahead of their use
     "choose_token_kernel": Kernel(of_layer=("SPARE",), warps=16),
-    "score_kernel": Kernel(wide=0.7),  # a token, its row and its logit stand alone
+    # a program also loads single numbers: a token, its row and its logit
+    "score_kernel": Kernel(wide=0.7),
 }
 
 
@@ -214,10 +215,7 @@ def meta_model(
 
 @torch.inference_mode()
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
-    """num_rows sequences decode, one of num_rows + 1 tokens prefills beside a decoding one, and two share tiles.
-
-    Tokens are scored.
-    """
+    """Take the steps of `batches` with their sampling, sample from edited logits, and score tokens."""
     model, backend, cache = meta_model(name, dtype, fp8)
     columns = sampling_batch(num_rows).columns()
     on_device = upload(list(columns.values()), META)
@@ -228,8 +226,9 @@ def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     for edited in with_edits(sampling_batch(num_rows), model.vocab_size):
         assert edited.edits is not None
         backend.sample(backend.edit(logits, edited.edits, None), rows)
-    numbers = torch.empty(num_rows, dtype=torch.int64, device=META)
-    backend.score(logits, numbers, numbers)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=META)
+    row_of_token = torch.empty_like(token_ids)
+    backend.score(logits, token_ids, row_of_token)
 
 
 def sampling_batch(num_rows: int) -> SamplingBatch:
@@ -238,7 +237,11 @@ def sampling_batch(num_rows: int) -> SamplingBatch:
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
-    """Decode steps, recorded over static buffers and not, with prefixes in common and without; then prompts."""
+    """Decode steps of num_rows sequences, then prompts of num_rows + 1 tokens.
+
+    Decodes come recorded over static buffers and not, with prefixes in common and without. One prompt comes beside a
+    decode, and two share tiles.
+    """
 
     def make(step: StepBatch, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)

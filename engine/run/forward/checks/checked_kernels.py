@@ -66,12 +66,11 @@ from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 FP8_TOLERANCE = 0.15  # of keys and values of 8 bits, and of attention over them
-SCORE_TOLERANCE = (
-    1e-5  # of log probabilities, which are computed in float32 whatever the model's dtype
-)
+#: Of log probabilities. They are computed in float32, whatever the model's dtype.
+SCORE_TOLERANCE = 1e-5
 VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoint's own
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
-SHARING_LENS = ((1, 1, 1), (5, 2, 3))  # of those in steps behind a common prefix
+SHARING_LENS = ((1, 1, 1), (5, 2, 3))  # of the sequences in each step behind a common prefix
 WINDOW = 50
 NUM_SAMPLED = 3
 ADAPTER_RANKS = (8, 16, 5)
@@ -512,7 +511,7 @@ def _fp8_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor,
 
 
 def _make_steps(block_size: int) -> list[StepBatch]:
-    """Make prefills of three sequences, their decodes, both in one step, and each kind after a common prefix."""
+    """Make steps of three sequences: prefills, decodes, both at once, then both kinds behind a common prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
     width = max(2, -(-longest // block_size))
