@@ -29,12 +29,15 @@ from engine.models.load import choose_path
 from engine.run.forward.checks import checked_kernels
 from engine.run.forward.checks import kernel_check as kernel_check_of_start
 from engine.run.forward.checks.checked_kernels import check_kernels
+from engine.run.forward.checks.comparison import KernelComparison
 from engine.run.forward.checks.kernel_check import (
     CheckedModel,
     KernelFault,
     find_fault,
     with_checked_kernels,
 )
+from ops.bench.static.kernel_cases import KERNELS
+from tests.engine.launches import record_launches
 from tests.engine.quantizers import bnb4_config
 
 SIZES = {
@@ -51,15 +54,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"num_local_experts": 4, "intermediate_size": 32},
     "Qwen3_5ForCausalLM": DELTA,
 }
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels run on the GPU here, as ops.bench.gpu has them"
 )
 
 
-def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM") -> CheckedModel:
+def write_model(
+    folder: Path, architecture: str = "Qwen3ForCausalLM", quantization: dict[str, Any] | None = None
+) -> CheckedModel:
     """Write a checkpoint's config.json, and describe the model as the interpreter would run it."""
     values = {"architectures": [architecture], **SIZES, **MODELS[architecture]}
+    if quantization is not None:
+        values["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(values))
     return CheckedModel(
         folder=str(folder),
@@ -97,6 +105,8 @@ def test_kernels_that_work_pass(
         ("SiLU", "does not compile"),
         ("scores of tokens", "rank"),
         ("scores of tokens", "log probability"),
+        ("writing rows of a recorded step", "block tables left out"),
+        ("inputs of a recorded step", "slots of smaller blocks"),
     ],
 )
 def test_a_wrong_kernel_is_the_last_one_named(
@@ -115,10 +125,7 @@ def test_a_wrong_kernel_is_the_last_one_named(
 @pytest.mark.parametrize(
     ("section", "takes"),
     [
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 32},
-            lambda scales, zeros: (scales, zeros + 1),
-        ),
+        (AWQ, lambda scales, zeros: (scales, zeros + 1)),
         (bnb4_config("nf4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
         (bnb4_config("fp4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
         (
@@ -135,10 +142,7 @@ def test_products_with_packed_weights_are_checked(
     takes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> None:
     """A right one passes, and one that takes another zero point, or another row's scale, is named."""
-    model = write_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = section
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = write_model(tmp_path, quantization=section)
     right = triton_backend.PACKED
     named: list[str] = []
     is_of_bitsandbytes = section["quant_method"] == "bitsandbytes"
@@ -160,10 +164,7 @@ def test_products_of_experts_with_packed_weights_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A right one passes, and one that takes another expert's scales is named. Scales are MXFP4's: powers of two."""
-    model = write_model(tmp_path, "GptOssForCausalLM")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = write_model(tmp_path, "GptOssForCausalLM", {"quant_method": "mxfp4"})
     right = triton_backend.PACKED
     assert right.grouped_product is not None
     multiply = right.grouped_product
@@ -203,6 +204,7 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """Make one kernel of the Triton backend wrong."""
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
     score_tokens = triton_backend.score_tokens
+    write_rows, advance_rows = triton_backend.write_rows, triton_backend.advance_rows
     attend_to_prefixes = decode_kernels.attend_to_prefixes
     attend_to_shared_tiles = triton_backend.shared_prefill_attention
 
@@ -234,6 +236,12 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         logprobs, ranks, totals = score_tokens(*arguments)
         return logprobs + 0.001, ranks, totals
 
+    def without_block_tables(memory: Any, writes: Any, sampled: Any) -> None:
+        write_rows(memory, [*writes[:4], writes[4][:0], writes[5][:0], writes[6]], sampled)
+
+    def with_smaller_blocks(*arguments: Any, block_size: int) -> None:
+        advance_rows(*arguments, block_size=block_size // 2)
+
     def does_not_compile(gate_up: Any) -> Any:
         raise ZeroDivisionError
 
@@ -250,6 +258,8 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         "does not compile": (triton_backend, "silu_and_mul", does_not_compile),
         "rank": (triton_backend, "score_tokens", with_other_rank),
         "log probability": (triton_backend, "score_tokens", with_other_log_probability),
+        "block tables left out": (triton_backend, "write_rows", without_block_tables),
+        "slots of smaller blocks": (triton_backend, "advance_rows", with_smaller_blocks),
     }
     monkeypatch.setattr(*patches[sabotage])
 
@@ -448,10 +458,37 @@ def test_another_word_is_refused() -> None:
         EngineConfig("model", kernel_check="maybe")
 
 
-def test_the_backend_has_no_kernel_that_is_not_compared() -> None:
-    """A new field of LayerKernels is compared too, or the check says less than it promises."""
+@needs_interpreter
+def test_every_kernel_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch counts only within a comparison. Only transformers' models store, and the check builds none of them."""
+    launches: list[str] = []
+    compared: set[str] = set()
+    record_launches(monkeypatch, launches)
+
+    def run(
+        self: KernelComparison, name: str, kernel: Any, reference: Any, arguments: Any, **_: Any
+    ) -> Any:
+        launches.clear()
+        result = kernel(*arguments)
+        compared.update(launches)
+        return result
+
+    monkeypatch.setattr(KernelComparison, "run", run)
+    for architecture, quantization in (
+        ("Qwen3ForCausalLM", AWQ),
+        ("GptOssForCausalLM", None),
+        ("GptOssForCausalLM", {"quant_method": "mxfp4"}),
+        ("Qwen3_5ForCausalLM", None),
+    ):
+        model = write_model(tmp_path, architecture, quantization)
+        check_kernels(replace(model, has_adapters=True), lambda name: None)
+    assert compared == set(KERNELS) - {"store_kernel"}
+
+
+def test_the_backend_has_no_field_that_is_not_compared() -> None:
+    """Several fields of LayerKernels may launch the same kernel, and each is compared."""
     from engine.attention.layer_kernels import ExpertKernels, LayerKernels
-    from engine.run.forward.checks.checked_kernels import KernelComparison, checked_layer_kernels
+    from engine.run.forward.checks.checked_kernels import checked_layer_kernels
 
     kernels = TritonBackend(torch.device("cpu")).layer_kernels
     assert kernels is not None
@@ -478,9 +515,9 @@ def test_the_backend_overrides_nothing_that_is_not_compared() -> None:
         "build_metadata",
         "decode_metadata",
     }
-    compared = {"sample", "edit", "score", "fill_pending", "forward"}
-    # graphs write and advance their rows, and transformers' models store: the check has neither
-    not_compared = {"write_rows", "advance", "store"}
+    compared = {"sample", "edit", "score", "fill_pending", "forward", "write_rows", "advance"}
+    # only transformers' models store, which the check does not build
+    not_compared = {"store"}
     methods = {name for name, value in vars(TritonBackend).items() if callable(value)}
     public = {name for name in methods if not name.startswith("_")}
     assert public | {"check", "fp8_problem"} == launch_nothing | compared | not_compared

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from engine.attention.adapter_rows import AdapterGroup, GroupedRows
 from engine.attention.base import AttentionMetadata, Lens
+from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
@@ -49,16 +50,19 @@ from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 from engine.models.load import choose_path
 from engine.run.forward.adapter_loader import adapted_layers
+from engine.run.forward.checks.checked_rows import begin_steps
 from engine.run.forward.checks.comparison import KernelComparison
 from engine.run.forward.checks.kernel_check import CheckedModel
 from engine.run.forward.checks.plain_kernels import (
     plain_add_rms_norm,
+    plain_advance,
     plain_group,
     plain_grouped_packed_product,
     plain_grouped_product,
     plain_norm_rotate_and_store,
     plain_packed_product,
     plain_rms_norm,
+    plain_write_rows,
 )
 from engine.run.forward.transfers import to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, with_edits
@@ -134,6 +138,27 @@ class CheckedBackend(TritonBackend):
             tolerance=FP8_TOLERANCE if cache.keys.dtype == FP8 else None,
         )
         return out
+
+    def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
+        self._comparison.run(
+            "writing rows of a recorded step",
+            super().write_rows,
+            plain_write_rows,
+            (memory, writes, sampled),
+            changed=list(memory),
+            tolerance=0.0,
+        )
+
+    def advance(self, state: DecodeState) -> None:
+        inputs = [state.token_ids, state.positions, state.slot_mapping, state.context_lens]
+        self._comparison.run(
+            "inputs of a recorded step",
+            super().advance,
+            plain_advance,
+            (state,),
+            changed=[*inputs, state.sampling.position, state.next_positions],
+            tolerance=0.0,
+        )
 
     def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
         """Edit random logits [rows, vocab_size] and draw from them. Both must give the same bits as plain torch."""
@@ -398,6 +423,7 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
 
     backend = CheckedBackend(device, KernelComparison(announce, device, dtype))
     backend.check_pending_tokens()
+    begin_steps(backend, model.block_size, device)
     backend.check_sampler(config.vocab_size, dtype)
     backend.check_scores(config.vocab_size, dtype)
 
