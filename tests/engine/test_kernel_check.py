@@ -99,6 +99,7 @@ def test_kernels_that_work_pass(
     [
         ("attention", "last token left out"),
         ("attention", "scale"),
+        ("attention", "order of a recorded step"),
         ("attention to a common prefix", "last tile of a prefix left out"),
         ("attention of prompts behind a common prefix", "one tile more of a prefix"),
         ("norm of a sum", "weight"),
@@ -222,6 +223,13 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     ) -> None:
         decode(query, cache, replace(rows, context_lens=rows.context_lens - 1), *rest, **kind)
 
+    def with_another_order(
+        query: Any, cache: Any, rows: DecodeRows, *rest: Any, **kind: Any
+    ) -> None:
+        if rows.order is not None:
+            rows = replace(rows, order=rows.order.new_zeros(len(rows.order)))
+        decode(query, cache, rows, *rest, **kind)
+
     def with_other_scale(*arguments: Any, **kind: Any) -> None:
         decode(*arguments, **{**kind, "scale": kind["scale"] * 1.5})
 
@@ -248,6 +256,7 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "last token left out": (triton_backend, "decode_attention", without_last_token),
         "scale": (triton_backend, "decode_attention", with_other_scale),
+        "order of a recorded step": (triton_backend, "decode_attention", with_another_order),
         "last tile of a prefix left out": (decode_kernels, "attend_to_prefixes", without_last_tile),
         "one tile more of a prefix": (
             triton_backend,

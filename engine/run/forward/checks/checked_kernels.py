@@ -1,7 +1,7 @@
 """Compares the GPU kernels that a model uses with plain torch, one by one, on the model's own shapes.
 
 A small model is built with random weights and one layer of each kind that the checkpoint has. It takes a few steps,
-and each launch of a kernel is compared with its reference on the same inputs.
+decodes also as a graph has them, and each launch of a kernel is compared with its reference on the same inputs.
 
 A kernel that faults ends its process, so a child does this: `python -m engine.run.forward.checks.checked_kernels`. It
 prints each kernel's name before it launches it, so that its parent knows which one was the last.
@@ -26,6 +26,7 @@ from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePool
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend, TritonMetadata
@@ -50,7 +51,6 @@ from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 from engine.models.load import choose_path
 from engine.run.forward.adapter_loader import adapted_layers
-from engine.run.forward.checks.checked_rows import begin_steps
 from engine.run.forward.checks.comparison import KernelComparison
 from engine.run.forward.checks.kernel_check import CheckedModel
 from engine.run.forward.checks.plain_kernels import (
@@ -64,6 +64,7 @@ from engine.run.forward.checks.plain_kernels import (
     plain_rms_norm,
     plain_write_rows,
 )
+from engine.run.forward.checks.recorded_steps import begin_steps, recorded_batch
 from engine.run.forward.transfers import to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, with_edits
 from engine.sampling.sampling_rows import SamplingRows
@@ -111,6 +112,24 @@ class CheckedBackend(TritonBackend):
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         self._plain_metadata, _ = self._plain.build_metadata(block_tables, context_lens, query_lens)
         return super().build_metadata(block_tables, context_lens, query_lens, beside)
+
+    def decode_metadata(
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
+    ) -> AttentionMetadata:
+        """Build the metadata of a recorded step. The values that it has now are those to compare with."""
+        contexts = context_lens.cpu().numpy().astype(np.int64)
+        self._plain_metadata, _ = self._plain.build_metadata(
+            block_tables.cpu().numpy(), contexts, np.ones_like(contexts)
+        )
+        return super().decode_metadata(
+            rows, context_lens, block_tables, max_context_len, order, prefixes
+        )
 
     def forward(
         self,
@@ -456,6 +475,11 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
     for step in steps:
         batch, _ = to_device(step, backend, None, None)
         built.hidden_states(batch, cache)
+        if (step.query_lens == 1).all():
+            recorded = recorded_batch(
+                step, backend, model.block_size, device, has_states=bool(built.states)
+            )
+            built.hidden_states(recorded, cache)
 
 
 def _packed_layers(

@@ -1,4 +1,4 @@
-"""Begins decode steps as graphs do, to check the kernels that write their rows and make their inputs."""
+"""Makes decode steps as graphs have them, over static rows, for a check of the kernels that run in them."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.base import CapturableBackend
+from engine.attention.base import CapturableBackend, ForwardBatch
 from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step
@@ -16,6 +16,7 @@ from engine.schedule.step_batch import StepBatch
 NUM_ROWS = 600  # more than a program of either kernel takes at once
 NUM_LEFT = 550  # rows of the second step; the others become padding
 MOST_BLOCKS = 4  # of a sequence
+LONGEST = 4096  # tokens for which a recorded step has blocks, far more than its sequences have
 LARGEST = np.iinfo(np.int32).max  # block, so that slots need 64 bits
 
 
@@ -26,7 +27,7 @@ def begin_steps(backend: CapturableBackend, block_size: int, device: torch.devic
     which are written too. The last rows become padding.
     """
     static = StaticRows(NUM_ROWS, MOST_BLOCKS, block_size, device, backend.write_rows)
-    sampling = SamplingBatch(neutral_rows(NUM_ROWS), np.zeros(NUM_ROWS, np.uint64))
+    sampling = _neutral_sampling(NUM_ROWS)
     rows = np.arange(NUM_ROWS)
     for index, name in enumerate(sampling.values.dtype.names or ()):
         sampling.values[name] = index * NUM_ROWS + rows
@@ -66,3 +67,51 @@ def _decode_step(
         slots=np.arange(num_seqs),
         generations=generations,
     )
+
+
+def recorded_batch(
+    step: StepBatch,
+    backend: CapturableBackend,
+    block_size: int,
+    device: torch.device,
+    *,
+    has_states: bool,
+) -> ForwardBatch:
+    """Return the batch that a graph computes for a step of decodes, without padding.
+
+    The step reads prefixes once if its sequences have any in common. has_states: whether the model keeps states.
+    """
+    num_seqs = len(step.query_lens)
+    static = StaticRows(
+        num_seqs,
+        -(-LONGEST // block_size),
+        block_size,
+        device,
+        backend.write_rows,
+        backend.prefix_limits,
+        has_states=has_states,
+    )
+    seqs = np.arange(num_seqs)
+    joining = replace(step, slots=seqs, generations=seqs)
+    static.write(joining, _neutral_sampling(num_seqs), None)
+    backend.advance(static.state)
+    state = static.state
+    return ForwardBatch(
+        token_ids=state.token_ids,
+        positions=state.positions,
+        slot_mapping=state.slot_mapping,
+        sample_rows=static.indices[:0],
+        attention=backend.decode_metadata(
+            static.indices,
+            state.context_lens,
+            state.block_tables,
+            LONGEST,
+            static.order,
+            static.prefixes if static.has_prefixes else None,
+        ),
+        states=None if static.states is None else static.states.first(num_seqs),
+    )
+
+
+def _neutral_sampling(num_rows: int) -> SamplingBatch:
+    return SamplingBatch(neutral_rows(num_rows), np.zeros(num_rows, np.uint64))
