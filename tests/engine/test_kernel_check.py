@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from engine.run.forward.checks.kernel_check import (
     find_fault,
     with_checked_kernels,
 )
+from engine.sampling.logit_edits import LogitEdits
 from ops.bench.static.kernel_cases import KERNELS
 from tests.engine.launches import record_launches
 from tests.engine.quantizers import bnb4_config
@@ -106,6 +108,9 @@ def test_kernels_that_work_pass(
         ("SiLU", "does not compile"),
         ("scores of tokens", "rank"),
         ("scores of tokens", "log probability"),
+        ("edits of logits", "presence"),
+        ("edits of logits", "ban behind a token"),
+        ("edits of logits", "pending tokens"),
         ("writing rows of a recorded step", "block tables left out"),
         ("inputs of a recorded step", "slots of smaller blocks"),
     ],
@@ -205,6 +210,7 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """Make one kernel of the Triton backend wrong."""
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
     score_tokens = triton_backend.score_tokens
+    edit_logits = triton_backend.edit_logits
     write_rows, advance_rows = triton_backend.write_rows, triton_backend.advance_rows
     attend_to_prefixes = decode_kernels.attend_to_prefixes
     attend_to_shared_tiles = triton_backend.shared_prefill_attention
@@ -244,6 +250,18 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         logprobs, ranks, totals = score_tokens(*arguments)
         return logprobs + 0.001, ranks, totals
 
+    def with_edits(change: Callable[[LogitEdits], LogitEdits]) -> Callable[..., Any]:
+        return lambda logits, edits, sampled: edit_logits(logits, change(edits), sampled)
+
+    def without_presence(edits: LogitEdits) -> LogitEdits:
+        return replace(edits, penalties=edits.penalties * np.array([0, 1, 1], np.float32))
+
+    def without_bans_behind(edits: LogitEdits) -> LogitEdits:
+        return replace(edits, banned_behind=edits.banned_behind[:0])
+
+    def without_pending(edits: LogitEdits) -> LogitEdits:
+        return replace(edits, pending=edits.pending[:0])
+
     def without_block_tables(memory: Any, writes: Any, sampled: Any) -> None:
         write_rows(memory, [*writes[:4], writes[4][:0], writes[5][:0], writes[6]], sampled)
 
@@ -267,6 +285,9 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         "does not compile": (triton_backend, "silu_and_mul", does_not_compile),
         "rank": (triton_backend, "score_tokens", with_other_rank),
         "log probability": (triton_backend, "score_tokens", with_other_log_probability),
+        "presence": (triton_backend, "edit_logits", with_edits(without_presence)),
+        "ban behind a token": (triton_backend, "edit_logits", with_edits(without_bans_behind)),
+        "pending tokens": (triton_backend, "edit_logits", with_edits(without_pending)),
         "block tables left out": (triton_backend, "write_rows", without_block_tables),
         "slots of smaller blocks": (triton_backend, "advance_rows", with_smaller_blocks),
     }

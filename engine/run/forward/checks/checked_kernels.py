@@ -52,6 +52,7 @@ from engine.models.decoder_config import DecoderConfig, LayerConfig
 from engine.models.load import choose_path
 from engine.run.forward.adapter_loader import adapted_layers
 from engine.run.forward.checks.comparison import KernelComparison
+from engine.run.forward.checks.every_edit import every_edit
 from engine.run.forward.checks.kernel_check import CheckedModel
 from engine.run.forward.checks.plain_kernels import (
     plain_add_rms_norm,
@@ -67,7 +68,6 @@ from engine.run.forward.checks.plain_kernels import (
 from engine.run.forward.checks.recorded_steps import begin_steps, recorded_batch
 from engine.run.forward.transfers import to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, with_edits
-from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 FP8_TOLERANCE = 0.15  # of keys and values of 8 bits, and of attention over them
@@ -180,25 +180,34 @@ class CheckedBackend(TritonBackend):
         )
 
     def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
-        """Edit random logits [rows, vocab_size] and draw from them. Both must give the same bits as plain torch."""
-        logits = self._random_logits(vocab_size, dtype)
+        """Draw from random logits [rows, vocab_size]. The tokens must be those of plain torch."""
         step = make_step([1] * NUM_SAMPLED, [2] * NUM_SAMPLED, 16, NUM_SAMPLED)
-        sampling = nucleus_sampling(NUM_SAMPLED)
-        _, rows = to_device(step, self, None, sampling)
+        _, rows = to_device(step, self, None, nucleus_sampling(NUM_SAMPLED))
         assert rows is not None
+        self._comparison.run(
+            "sampler",
+            super().sample,
+            self._plain.sample,
+            (self._random_logits(vocab_size, dtype), rows),
+            tolerance=0.0,
+        )
 
-        def plain_sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-            return self._plain.sample(logits, rows)
+    def check_edits(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Edit random logits [rows, vocab_size]: once in place, and once by all kinds of edits.
 
-        self._comparison.run("sampler", super().sample, plain_sample, (logits, rows), tolerance=0.0)
-        for edited in with_edits(sampling, vocab_size):
+        The bits must be those of plain torch.
+        """
+        in_place = with_edits(nucleus_sampling(NUM_SAMPLED), vocab_size)[0].edits
+        edits, tokens = every_edit(np.arange(0, NUM_SAMPLED, 2), vocab_size)
+        sampled = torch.from_numpy(tokens).to(self._device)
+        for arguments in ((in_place, None), (edits, sampled)):
+            logits = self._random_logits(vocab_size, dtype)
             self._comparison.run(
                 "edits of logits",
-                lambda logits, edits=edited.edits: super(CheckedBackend, self).edit(
-                    logits.clone(), edits, None
-                ),
-                lambda logits, edits=edited.edits: self._plain.edit(logits.clone(), edits, None),
-                (logits,),
+                super().edit,
+                self._plain.edit,
+                (logits, *arguments),
+                changed=[logits],
                 tolerance=0.0,
             )
 
@@ -444,6 +453,7 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
     backend.check_pending_tokens()
     begin_steps(backend, model.block_size, device)
     backend.check_sampler(config.vocab_size, dtype)
+    backend.check_edits(config.vocab_size, dtype)
     backend.check_scores(config.vocab_size, dtype)
 
     tp = TensorParallel(0, model.tensor_parallel_size)
