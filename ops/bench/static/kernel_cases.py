@@ -59,6 +59,8 @@ class Kernel:
     product: its matrix instructions, of a warp ("mma") or of a warp group ("wgmma") in some variant.
     wide: at least this share of the bytes its instructions load is loaded by 16 at a time.
     buffers: of each tensor that its loops copy to shared memory, at least so many.
+    keeps_float16: it multiplies FP8 numbers in float16, as a GPU makes two float16 numbers of them by one instruction.
+    Any other type takes a slow instruction more for each number.
     """
 
     variants: int = 1
@@ -68,6 +70,7 @@ class Kernel:
     product: str | None = None
     wide: float = 0.75
     buffers: int = 0
+    keeps_float16: bool = False
 
 
 KERNELS = {
@@ -79,8 +82,9 @@ KERNELS = {
         product="mma",
         buffers=2,
         wide=0.65,
+        keeps_float16=True,
     ),
-    "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
+    "prefix_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7, keeps_float16=True),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "shared_prefill_kernel": Kernel(warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
