@@ -234,6 +234,18 @@ def test_a_tile_has_no_more_tokens_behind_the_prefix_than_in_it() -> None:
     assert arrays.lengths(64).tolist() == [2 * 896] * 10
 
 
+def test_a_query_alone_in_a_tile_may_see_whole_tiles_of_keys_and_no_more() -> None:
+    """The 65th query of a prompt is the 64th token of a tile of keys, beside prompts that share tiles."""
+    tables, query_lens, context_lens = prompts_behind(12, [30, 30, 65])
+    context_lens[2] = 4 * PREFIX_TILE
+    always = replace(LIMITS, least_spared_share=ALWAYS)
+    arrays = share(always, tables, query_lens, context_lens)
+    assert arrays is not None
+    alone = np.flatnonzero((arrays.rows >= 0).sum(axis=1) == 1)
+    assert arrays.positions[alone, 0].tolist() == [4 * PREFIX_TILE - 1]
+    assert arrays.num_shared[alone].tolist() == [4 * PREFIX_TILE]
+
+
 def test_models_whose_layers_all_have_windows_share_no_tiles() -> None:
     batch = sharing([9] * 2, [30, 2], [20, 2], head_dim=32)
     window = replace(batch.features, window=64)
