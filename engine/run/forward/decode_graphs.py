@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ Choose = Callable[
     [Tensor, SamplingRows, LogitEdits | None, Tensor, Callable[[Tensor], None] | None], None
 ]
 
-Steps = TypeVar("Steps")
+Told = ParamSpec("Told")
 Recorded = TypeVar("Recorded")
 
 logger = logging.getLogger(__name__)
@@ -90,21 +90,33 @@ class CudaCapture:
         return replay
 
 
-def agreed(capture: Callable[[Steps], Recorded], tp: TensorParallel) -> Callable[[Steps], Recorded]:
+def agreed(
+    capture: Callable[[Callable[Told, None]], Recorded], tp: TensorParallel
+) -> Callable[[Callable[Told, None]], Recorded]:
     """Return a capture that raises CaptureFailed on every rank if it fails on one.
 
     A rank without graphs would otherwise sum other rows than the ranks with them, and wait for them for ever. So all
-    ranks say after each capture whether theirs is made. Out of memory is no such failure: it ends the start.
+    ranks say after each capture whether theirs is made. Two failures end the start instead: memory that runs out, and a
+    step that fails on one of several ranks when it is run to set up. The others then wait in that step's sums.
     """
 
-    def capture_as_all_ranks(run: Steps) -> Recorded:
+    def capture_as_all_ranks(run: Callable[Told, None]) -> Recorded:
         recorded: Recorded | None = None
         problem = ""
+        has_run = False
+
+        def run_and_note(*args: Told.args, **kwargs: Told.kwargs) -> None:
+            nonlocal has_run
+            run(*args, **kwargs)
+            has_run = True
+
         try:
-            recorded = capture(run)
+            recorded = capture(run_and_note)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, CollectiveFailed) as error:
+            if tp.size > 1 and not has_run:
+                raise
             problem = str(error)
             if tp.rank != 0:  # rank 0 alone logs warnings, and does not know this rank's reason
                 logger.error("rank %d cannot record a CUDA graph: %s", tp.rank, problem)
