@@ -1,6 +1,7 @@
 """ModelRunner: owns the model, the KV pool's tensors and their device."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,6 +70,7 @@ from engine.schedule.step_batch import StepBatch
 NUM_COMPARED_TOKENS = 40  # of a step from graphs and the same step without
 #: By how much the measured tokens may exceed the range of a checkpoint's scale. Its makers measured on other tokens.
 LARGEST_EXCESS = 2.0
+NAMED_EXCESS = 1e6  # a larger one is logged as this
 
 logger = logging.getLogger(__name__)
 
@@ -372,11 +374,14 @@ class ModelRunner:
             for layer_scales, layer_largest in zip(scales, measured, strict=True)
             for own_scales, largest in zip(layer_scales, layer_largest, strict=True)
         )
-        if excess > LARGEST_EXCESS:
+        # rank 0 alone logs warnings, and each rank knows its own heads
+        percent = math.ceil(100 * min(excess, NAMED_EXCESS))
+        largest_percent = -self._tp.minimum(-percent)
+        if largest_percent > 100 * LARGEST_EXCESS:
             logger.warning(
                 "keys or values are up to %.1f times as large as the checkpoint's scales of the KV cache allow, and "
                 "are cut; if answers are poor, leave kv_cache_dtype out",
-                excess,
+                largest_percent / 100,
             )
         return scales
 
