@@ -168,7 +168,8 @@ class TileLimits:
         firsts = np.flatnonzero(np.diff(pieces.group, prepend=-1))
         sizes = np.diff(firsts, append=len(pieces.group))
         queries_of_group = np.add.reduceat(pieces.counts, firsts)
-        own_of_group = np.add.reduceat(pieces.num_own, firsts)
+        # nothing lies behind what all see where a tile has one query, the last of a tile of keys
+        own_of_group = np.maximum(np.add.reduceat(pieces.num_own, firsts), 1)
         shared_of_group = pieces.num_shared[firsts]
         # With this number of queries, a tile has about the same number of tokens behind the prefix as in it.
         # A program with more would end long after the others.

@@ -23,7 +23,7 @@ from engine import (
 from engine.checkpoint.model_config import read_model_config
 from engine.run.config import model_identity
 from tests.engine.checkpoints import SHAPES, pool_bytes
-from tests.engine.forked_ranks import ForkedRank
+from tests.engine.forked_ranks import LOG, ForkedRank, LoggingRank
 from tests.engine.quantizers import FORMATS, quantize_checkpoint
 from tests.engine.reference import Reference
 from tests.engine.test_kv_cache_fp8 import logits_of
@@ -253,6 +253,24 @@ def test_each_rank_takes_the_scales_of_its_own_heads(
         with Engine(config(folder, tensor_parallel_size=ranks)) as engine:
             answers.append([each.token_ids for each in engine.generate(PROMPTS, GREEDY)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.processes
+def test_heads_of_another_rank_that_are_cut_are_logged(
+    scaled: Scaled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone logs warnings. Its own head has room here, and the second rank's has none."""
+    monkeypatch.setattr("engine.tensor_parallel.rank_group.RankProcess", LoggingRank)
+    log = tmp_path / "rank0.log"
+    monkeypatch.setenv(LOG, str(log))
+    tensors = {
+        name: torch.stack((scale, scale * 1e-9))
+        for name, scale in of_layers("{side}_scale").items()
+    }
+    folder = scaled(tensors, cache_scheme(strategy="attn_head"))
+    with Engine(config(folder, tensor_parallel_size=2)):
+        pass
+    assert "more than 2 times as large as the checkpoint's scales" in log.read_text()
 
 
 def test_a_quantized_checkpoint_brings_scales_too(

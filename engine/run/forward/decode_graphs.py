@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ Choose = Callable[
     [Tensor, SamplingRows, LogitEdits | None, Tensor, Callable[[Tensor], None] | None], None
 ]
 
-Steps = TypeVar("Steps")
+Told = ParamSpec("Told")
 Recorded = TypeVar("Recorded")
 
 logger = logging.getLogger(__name__)
@@ -91,22 +91,32 @@ class CudaCapture:
 
 
 def capture_on_all_ranks(
-    capture: Callable[[Steps], Recorded], tp: TensorParallel
-) -> Callable[[Steps], Recorded]:
+    capture: Callable[[Callable[Told, None]], Recorded], tp: TensorParallel
+) -> Callable[[Callable[Told, None]], Recorded]:
     """Return a capture that raises CaptureFailed on every rank if it fails on one.
 
     Otherwise a rank without graphs would sum other rows than the ranks with graphs, and wait for them for ever. So the
-    ranks agree after each capture. Running out of memory is no such failure: it ends the start.
+    ranks agree after each capture. Two failures end the start instead: memory that runs out, and a step that fails on
+    one of several ranks before it is recorded, as the others then wait in that step's sums.
     """
 
-    def capture_and_agree(run: Steps) -> Recorded:
+    def capture_and_agree(run: Callable[Told, None]) -> Recorded:
         recorded: Recorded | None = None
         problem = ""
+        has_run = False
+
+        def run_and_note(*args: Told.args, **kwargs: Told.kwargs) -> None:
+            nonlocal has_run
+            run(*args, **kwargs)
+            has_run = True
+
         try:
-            recorded = capture(run)
+            recorded = capture(run_and_note)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, CollectiveFailed) as error:
+            if tp.size > 1 and not has_run:
+                raise
             problem = str(error)
             if tp.rank != 0:  # rank 0 alone logs warnings, and does not know this rank's reason
                 logger.error("rank %d cannot record a CUDA graph: %s", tp.rank, problem)

@@ -377,11 +377,13 @@ class ModelRunner:
             excess_of_keys = (largest_keys / (key_scales * FP8_LIMIT)).max().item()
             excess_of_values = (largest_values / (value_scales * FP8_LIMIT)).max().item()
             excess = max(excess, excess_of_keys, excess_of_values)
-        if excess > LARGEST_EXCESS:
+        # each rank knows its own heads, and rank 0 alone logs warnings
+        fits_everywhere = self._tp.minimum(int(excess <= LARGEST_EXCESS))
+        if not fits_everywhere:
             logger.warning(
-                "keys or values are up to %.1f times as large as the checkpoint's scales of the KV cache allow, and "
+                "keys or values are more than %g times as large as the checkpoint's scales of the KV cache allow, and "
                 "are clipped; if answers are poor, leave kv_cache_dtype out",
-                excess,
+                LARGEST_EXCESS,
             )
         return scales
 
