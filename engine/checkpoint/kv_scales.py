@@ -80,7 +80,8 @@ def find_kv_scales(names: Iterable[str], config: ModelConfig) -> dict[Side, str]
     Returns {} if config.json says that the scales are for another kind of cache.
     """
     found: dict[Side, str] = {}
-    if scheme_problem(config) is not None:
+    # with a KV LoRA rank (DeepSeek), scales are for compressed keys and values; our cache holds those of each head
+    if scheme_problem(config) is not None or config.values.get("kv_lora_rank"):
         return found
     of_both: dict[Side, str] = {}
     for name in names:

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
+from engine.checkpoint.kv_scales import find_kv_scales
 from engine.checkpoint.model_config import read_model_config
 from engine.run.config import model_identity
 from tests.engine.checkpoints import SHAPES, pool_bytes
@@ -201,6 +203,16 @@ def test_an_impossible_scale_is_refused_by_name(scaled: Scaled, value: float) ->
         Engine(config(folder))
     with Engine(config(folder, kv_cache_dtype="auto")) as engine:
         assert engine.generate(PROMPTS, GREEDY)
+
+
+def test_scales_of_compressed_keys_and_values_are_left_out(scaled: Scaled) -> None:
+    """As DeepSeek has them: here each head has keys of its own in the cache."""
+    folder = scaled(of_layers("{side}_scale"))
+    model = read_model_config(folder)
+    names = [f"model.layers.0.self_attn.{side}_scale" for side in "kv"]
+    assert len(find_kv_scales(names, model)) == 2
+    compressed = replace(model, values={**model.values, "kv_lora_rank": 512})
+    assert find_kv_scales(names, compressed) == {}
 
 
 def test_scales_for_another_number_of_heads_are_refused(scaled: Scaled) -> None:
