@@ -538,9 +538,8 @@ class Engine:
                         done.setdefault(request_id, []).append(completion)
                         num_tokens += len(completion.token_ids)
                         if request_id not in self._unfinished:
-                            ended.add(
-                                request_id
-                            )  # once, though several of its samples may end in one step
+                            # several of its samples may end in one step, and it counts once
+                            ended.add(request_id)
                     if ended:
                         seconds = bar.format_dict["elapsed"] or 1.0
                         bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)

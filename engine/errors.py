@@ -189,7 +189,7 @@ class CollectiveFailed(EngineError):
 
 
 class CaptureFailed(EngineError):
-    """Inside a start: steps cannot be recorded as CUDA graphs, on this rank or on another: (the reason).
+    """Inside a start: this rank, or another one, cannot record steps as CUDA graphs: (the reason).
 
     All ranks then go on without these graphs.
     """

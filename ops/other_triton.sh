@@ -12,6 +12,7 @@ trap 'rm -rf "$folder"' EXIT
 export PYTHONPATH=$folder TRITON_CACHE_DIR=$folder/cache
 "$python" -c 'import triton; print("Triton", triton.__version__)'
 "$python" -m ops.bench.static --only "Qwen3-0.6B, bfloat16" "gpt-oss-20b"
-# The line above compiles; of the tests, these compute. Those in the sizes of models are for GPUs, and smaller here.
+# The line above compiles kernels; these tests run them. Tests in the sizes of models are for GPUs. On a CPU they run
+# in smaller sizes.
 export GPU_TESTS_ON_CPU=1
 "$python" -m pytest -o filterwarnings=default tests/engine/test_kernels_at_model_size.py tests/engine/test_kernels_steps.py tests/engine/test_layer_kernels.py tests/engine/test_triton_backend.py tests/engine/test_captured_steps.py

@@ -156,7 +156,7 @@ class KernelBackend(ABC):
         return sampled if chosen is None else chosen.copy_(sampled)
 
     def score(self, logits: Tensor, token_ids: Tensor, rows: Tensor) -> TokenScores:
-        """Return tokens' log probabilities and ranks: see engine/sampling/token_scores.py."""
+        """Score tokens by the rows of logits that they belong to, see engine/sampling/token_scores.py."""
         return score_tokens(logits, token_ids, rows)
 
 

@@ -36,7 +36,7 @@ class AttentionFeatures:
 
     @property
     def sees_all(self) -> bool:
-        """Return whether a query sees all tokens before it."""
+        """Return whether neither a window nor a chunk hides tokens that come before a query."""
         return self.window is None and self.chunk is None
 
     @cached_property

@@ -120,8 +120,8 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
     return (x.float() / scales[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8)
 
 
-def largest_numbers(pool: Tensor) -> Tensor:
-    """Return the magnitude of each head's largest number, [kv_heads] float32. Raises ConfigError if one is not finite.
+def largest_magnitudes(pool: Tensor) -> Tensor:
+    """Return each head's largest magnitude, [kv_heads] float32. Raises ConfigError if one is not finite.
 
     pool: a layer's keys or values, not in FP8.
     """
@@ -135,7 +135,10 @@ def largest_numbers(pool: Tensor) -> Tensor:
 
 
 def choose_scales(largest: Tensor) -> Tensor:
-    """Choose scales, [kv_heads], that leave room for numbers HEADROOM times as large as each head's largest one."""
+    """Choose scales, [kv_heads], that leave room for numbers HEADROOM times as large as each head's largest one.
+
+    largest: [kv_heads], as largest_magnitudes returns it.
+    """
     exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
     return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 

@@ -1,4 +1,4 @@
-"""Puts the queries of a step's prompts into tiles, together where short ones stand behind a common prefix."""
+"""Puts the queries of a step's prompts into tiles. Short prompts behind a common prefix share tiles where that pays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from engine.attention.features import AttentionFeatures
 from engine.kernels.attention.shared_prefix import SharedPrefix, find_shared_prefixes
 
-#: The least share of the time of its launch that sharing tiles must spare. It is an estimate in whole tiles of keys.
-#: Queries of several sequences lie apart, and all scores behind the prefix are masked, which costs a little.
+#: Sequences share tiles only if that spares at least this share of the launch's time, estimated in whole tiles of keys.
+#: Sharing costs a little: queries of several sequences lie apart, and all scores behind the prefix are masked.
 LEAST_SPARED_SHARE = 1 / 8
 
-NO_ROW = -1
+NO_ROW = -1  # where a tile has no query
 
 
 class Prompts(NamedTuple):
@@ -37,7 +37,7 @@ class Prompts(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """Queries of one sequence in each tile.
+    """Tiles that hold queries of one sequence each.
 
     seqs, starts: [tiles] int64, each tile's sequence and the first of its queries.
     """
@@ -55,17 +55,17 @@ class SharedTileArrays(NamedTuple):
     rows: NDArray[np.int32]
     positions: NDArray[np.int32]
 
-    def lengths(self, key_tile: int) -> NDArray[np.int64]:
-        """Return the tokens that each tile's queries are multiplied with, in whole tiles of keys: [tiles]."""
+    def count_keys(self, key_tile: int) -> NDArray[np.int64]:
+        """Count the keys that each tile's queries are multiplied with, in whole tiles of keys: [tiles]."""
         num_shared = self.num_shared.astype(np.int64)
         tiles = np.repeat(np.arange(len(num_shared)), np.diff(self.first_segments))
         ends = self.positions[tiles, self.segments[:, 2] - 1] + 1
-        own = _whole_tiles(ends - num_shared[tiles], key_tile)
-        return num_shared + np.add.reduceat(own, self.first_segments[:-1])
+        num_own = _whole_tiles(ends - num_shared[tiles], key_tile)
+        return num_shared + np.add.reduceat(num_own, self.first_segments[:-1])
 
 
 def cut_queries(query_lens: NDArray[np.int64], query_tile: int) -> QueryTiles:
-    """Cut each sequence's queries into tiles of its own, the last one short where they do not fill it."""
+    """Cut each sequence's queries into tiles of its own. Its last tile may have fewer queries than the others."""
     num_tiles = -(-query_lens // query_tile)
     seqs = np.repeat(np.arange(len(query_lens)), num_tiles)
     tiles_before = np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
@@ -74,9 +74,10 @@ def cut_queries(query_lens: NDArray[np.int64], query_tile: int) -> QueryTiles:
 
 @dataclass(frozen=True)
 class TileLimits:
-    """When sequences share tiles.
+    """Says when sequences share tiles.
 
-    block_size: tokens of a block.  query_tile: queries of a tile.  key_tile: shared tokens are a multiple of these.
+    block_size: tokens of a block.  query_tile: queries of a tile.  key_tile: tokens of a tile of keys; the number of
+    shared tokens is a multiple of it.
     num_programs: programs of a tile, in the layer that has fewest.  num_slots: how many programs run at the same time.
     least_spared_share: as LEAST_SPARED_SHARE; below 0, sequences share tiles wherever they have a prefix in common.
     """
@@ -91,16 +92,18 @@ class TileLimits:
     def share(
         self, prompts: Prompts, tiles: QueryTiles, block_tables: NDArray[np.int32]
     ) -> SharedTileArrays | None:
-        """Return tiles that sequences share; None where each sequence does better with tiles of its own.
+        """Return tiles that sequences share; None if tiles of their own are about as good.
 
         tiles: those of each sequence alone.  block_tables: [seqs, max_blocks].
         """
         if len(prompts.starts) < 2:
             return None
+        # the other queries fill tiles by themselves
+        num_left = prompts.query_lens % self.query_tile
         prefixes = find_shared_prefixes(
             block_tables,
             prompts.lens_before,
-            prompts.query_lens % self.query_tile,  # the others fill tiles by themselves
+            num_left,
             self.block_size,
             tile=self.key_tile,
             least_queries=2,
@@ -109,26 +112,30 @@ class TileLimits:
             return None
         segments = self._cut(self._gather(prompts, tiles, prefixes))
         shared = self._lay_out(prompts, segments)
-        alone = self.lengths(prompts, tiles)
-        most_tokens = (1 - self.least_spared_share) * self._tokens_until_done(alone)
-        is_shorter = self._tokens_until_done(shared.lengths(self.key_tile)) <= most_tokens
-        return shared if is_shorter else None
+        time_alone = self._estimate_time(self.count_keys(prompts, tiles))
+        time_shared = self._estimate_time(shared.count_keys(self.key_tile))
+        pays = time_shared <= (1 - self.least_spared_share) * time_alone
+        return shared if pays else None
 
-    def lengths(self, prompts: Prompts, tiles: QueryTiles) -> NDArray[np.int64]:
-        """Return the tokens that each tile's queries are multiplied with, as SharedTileArrays does: [tiles]."""
-        return _whole_tiles(_ends(prompts, tiles, self.query_tile), self.key_tile)
+    def count_keys(self, prompts: Prompts, tiles: QueryTiles) -> NDArray[np.int64]:
+        """Count the keys that each tile's queries are multiplied with, as SharedTileArrays does: [tiles]."""
+        return _whole_tiles(_tokens_seen(prompts, tiles, self.query_tile), self.key_tile)
 
-    def _tokens_until_done(self, lengths: NDArray[np.int64]) -> float:
-        """Return how long a launch takes, in tokens of one program: as the longest, or as all in turns."""
-        in_turns = float(lengths.sum()) * self.num_programs / self.num_slots
-        return max(in_turns, float(lengths.max()))
+    def _estimate_time(self, num_keys: NDArray[np.int64]) -> float:
+        """Estimate how long a launch takes, in the time that a program takes for one key.
+
+        It ends no sooner than its longest program, and no sooner than all programs that take turns on num_slots.
+        num_keys: [tiles].
+        """
+        in_turns = float(num_keys.sum()) * self.num_programs / self.num_slots
+        return max(in_turns, float(num_keys.max()))
 
     def _gather(
         self, prompts: Prompts, tiles: QueryTiles, prefixes: Sequence[SharedPrefix]
     ) -> _Pieces:
-        """Return all tiles, those behind a prefix beside each other, and first."""
+        """Return all tiles by group: those that join behind the same prefix first, then each of the others alone."""
         seqs = tiles.seqs
-        ends = _ends(prompts, tiles, self.query_tile)
+        ends = _tokens_seen(prompts, tiles, self.query_tile)
         first_positions = prompts.lens_before[seqs] + tiles.starts
         counts = ends - first_positions
 
@@ -138,9 +145,9 @@ class TileLimits:
             prefix_of_seq[prefix.seqs] = number
             tokens_of_seq[prefix.seqs] = prefix.num_tokens
         prefix_tokens = tokens_of_seq[seqs]
-        # a tile with more behind the prefix than before spares little, and would make the others wait
+        # a tile with more tokens behind the prefix than in it spares little, and would make the others wait
         joins = (counts < self.query_tile) & (ends <= 2 * prefix_tokens)
-        # a tile that stays alone is a group of its own, and its first query sees what all its queries see
+        # A tile that stays alone is a group of its own. All its queries see what its first one sees.
         group = np.where(joins, prefix_of_seq[seqs], len(prefixes) + np.arange(len(seqs)))
         seen_by_all = (first_positions + 1) // self.key_tile * self.key_tile
         num_shared = np.where(joins, prefix_tokens, seen_by_all)
@@ -157,35 +164,39 @@ class TileLimits:
         )
 
     def _cut(self, pieces: _Pieces) -> _Segments:
-        """Fill tiles with the pieces, group after group; what one tile has no room for goes on in the next one."""
+        """Fill tiles with the pieces, group after group. A piece that does not fit goes on in the next tile."""
         firsts = np.flatnonzero(np.diff(pieces.group, prepend=-1))
         sizes = np.diff(firsts, append=len(pieces.group))
         queries_of_group = np.add.reduceat(pieces.counts, firsts)
-        own_of_group = np.add.reduceat(pieces.num_own, firsts)
+        # nothing lies behind what all see where a tile has one query, the last of a tile of keys
+        own_of_group = np.maximum(np.add.reduceat(pieces.num_own, firsts), 1)
         shared_of_group = pieces.num_shared[firsts]
-        # With so many queries, a tile has about as many tokens behind the prefix as in it. A program with more
-        # would end long after the others.
+        # With this number of queries, a tile has about the same number of tokens behind the prefix as in it.
+        # A program with more would end long after the others.
         most_queries = np.minimum(
             shared_of_group * queries_of_group // own_of_group, self.query_tile
         )
         most_queries[~pieces.joins[firsts]] = self.query_tile
         tiles_of_group = -(-queries_of_group // most_queries)
 
-        # places are those of queries in their group
-        most = np.repeat(most_queries, sizes)
+        # the places of a piece's queries among those of its group
+        most_of_piece = np.repeat(most_queries, sizes)
         begins = np.cumsum(pieces.counts) - pieces.counts
         begins -= np.repeat(begins[firsts], sizes)
         ends = begins + pieces.counts
-        first_tiles = begins // most
-        num_segments = (ends - 1) // most - first_tiles + 1
-        piece = np.repeat(np.arange(len(most)), num_segments)
-        tile_of_group = first_tiles[piece] + _count_up(num_segments)
-        tile_begins = tile_of_group * most[piece]
+        first_tiles = begins // most_of_piece
+        num_segments = (ends - 1) // most_of_piece - first_tiles + 1
+
+        # one entry for each segment; a tile's number counts from the first tile of its group
+        piece = np.repeat(np.arange(len(begins)), num_segments)
+        most = most_of_piece[piece]
+        tile_in_group = first_tiles[piece] + _count_up(num_segments)
+        tile_begins = tile_in_group * most
         segment_begins = np.maximum(begins[piece], tile_begins)
-        segment_ends = np.minimum(ends[piece], tile_begins + most[piece])
+        segment_ends = np.minimum(ends[piece], tile_begins + most)
         tiles_before = np.repeat(np.cumsum(tiles_of_group) - tiles_of_group, sizes)
         return _Segments(
-            tiles=tiles_before[piece] + tile_of_group,
+            tiles=tiles_before[piece] + tile_in_group,
             seqs=pieces.seqs[piece],
             starts=pieces.starts[piece] + segment_begins - begins[piece],
             counts=segment_ends - segment_begins,
@@ -194,7 +205,7 @@ class TileLimits:
         )
 
     def _lay_out(self, prompts: Prompts, segments: _Segments) -> SharedTileArrays:
-        """Write down the rows and positions of all queries."""
+        """Return the tiles with the row and the position of each query."""
         seqs = segments.seqs
         counts = segments.counts
         end_rows = segments.first_rows + counts
@@ -217,11 +228,11 @@ class TileLimits:
 
 
 class _Pieces(NamedTuple):
-    """Tiles of one sequence each, in the order of their groups; a group's tiles are filled together.
+    """Tiles of one sequence each, in the order of their groups. A group's pieces are put into tiles together.
 
     group: [pieces], in rising order.  seqs, starts: as QueryTiles has them.  counts: [pieces], the queries of each.
-    num_shared: [pieces], tokens that all queries of the group see.  num_own: [pieces], those behind them, in whole
-    tiles of keys.  joins: [pieces] bool, whether the group is of a prefix.
+    num_shared: [pieces], tokens that all queries of the group see.  num_own: [pieces], the tokens behind those, in
+    whole tiles of keys.  joins: [pieces] bool, whether the piece's group stands behind a prefix.
     """
 
     group: NDArray[np.int64]
@@ -234,7 +245,7 @@ class _Pieces(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """The pieces once more, cut where a tile ends.
+    """The pieces, cut where a tile ends.
 
     tiles, seqs, starts, counts, first_rows: [segments], the tile of each, its sequence, the first of its queries, how
     many it has, and the first of its rows in the tile.  num_shared: [tiles], as SharedTiles has it.
@@ -256,7 +267,7 @@ def choose_tile_limits(
     key_tile: int,
     num_processors: int,
 ) -> TileLimits | None:
-    """Return the limits for a model's layers; None if windows or chunks hide tokens of a prefix in each of them.
+    """Return the limits for a model's layers; None if each of them has a window or chunks.
 
     num_processors: multiprocessors. One of them runs a program of two heads, or two programs of one head each.
     """
@@ -269,10 +280,10 @@ def choose_tile_limits(
     )
 
 
-def _ends(prompts: Prompts, tiles: QueryTiles, query_tile: int) -> NDArray[np.int64]:
-    """Return how many of its sequence's tokens each tile's last query sees."""
-    queries_behind = np.minimum(tiles.starts + query_tile, prompts.query_lens[tiles.seqs])
-    return prompts.lens_before[tiles.seqs] + queries_behind
+def _tokens_seen(prompts: Prompts, tiles: QueryTiles, query_tile: int) -> NDArray[np.int64]:
+    """Return how many tokens the last query of each tile sees: [tiles]."""
+    query_ends = np.minimum(tiles.starts + query_tile, prompts.query_lens[tiles.seqs])
+    return prompts.lens_before[tiles.seqs] + query_ends
 
 
 def _count_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -288,4 +299,5 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 
 
 def _whole_tiles(num_tokens: NDArray[np.int64], key_tile: int) -> NDArray[np.int64]:
+    """Round numbers of tokens up to whole tiles of keys."""
     return -(-num_tokens // key_tile) * key_tile

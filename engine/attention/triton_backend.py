@@ -62,8 +62,8 @@ INTERPRETER_PROCESSORS = 8
 class TritonMetadata(AttentionMetadata):
     """The step's sequences by kind: those with one new token, and those with more.
 
-    shared: the prefilling sequences once more, in tiles that they share, for layers in which a query sees all tokens
-    before it; None where each sequence has tiles of its own in these layers too.
+    shared: the prefilling sequences in tiles that they share, for layers without windows and chunks. None if they share
+    none: these layers then take `prefill`, as all others do.
     """
 
     decode: DecodeRows
@@ -74,7 +74,7 @@ class TritonMetadata(AttentionMetadata):
 class TritonBackend(CapturableBackend):
     """Computes all prefill chunks of a step in one launch and all its decodes in another.
 
-    tile_limits: when prefilling sequences share tiles; None if they never do.
+    tile_limits: say when prefilling sequences share tiles; None if they never do.
     """
 
     name = "triton"
@@ -171,6 +171,7 @@ class TritonBackend(CapturableBackend):
         if self.tile_limits is not None:
             shared = self.tile_limits.share(prompts, tiles, prompt_tables) or ()
         narrow = [array.astype(np.int32, copy=False) for array in arrays]
+        # on the device in the order in which they are named here
         uploaded = iter(upload_aligned([*narrow, *prefixes, *shared, *beside], self._device))
         rows, lens, tables, *prefill_parts = islice(uploaded, len(arrays))
         prefix_rows = None
@@ -246,8 +247,16 @@ class TritonBackend(CapturableBackend):
         prefill = metadata.prefill
         options = features.options | {"sinks": sinks, "slopes": slopes}
         if metadata.shared is not None and features.sees_all:
-            own = {name: options[name] for name in ("scale", "soft_cap", "sinks", "slopes")}
-            shared_prefill_attention(query, cache, metadata.shared, out, **own)
+            shared_prefill_attention(
+                query,
+                cache,
+                metadata.shared,
+                out,
+                scale=features.scale,
+                soft_cap=features.soft_cap,
+                sinks=sinks,
+                slopes=slopes,
+            )
         elif len(prefill.seqs):
             prefill_attention(query, cache, prefill, out, **options)
         if len(decode.rows):
@@ -273,7 +282,7 @@ class TritonBackend(CapturableBackend):
         return choose_tokens(logits, list(vars(rows).values()), chosen=chosen)
 
     def score(self, logits: Tensor, token_ids: Tensor, rows: Tensor) -> TokenScores:
-        """Score tokens in one launch, which reads each row once for each of its tokens and copies none."""
+        """Score tokens in one launch, which reads a row's logits once for each of its tokens and copies none."""
         return TokenScores(*score_tokens(logits, token_ids, rows))
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 #: compressed-tensors and AutoFP8 name a scale `self_attn.k_scale`, ModelOpt `self_attn.k_proj.k_scale`, Quark
 #: `self_attn.k_proj.output_scale`. In the oldest checkpoints `kv_scale` is for keys and values.
 NAME = re.compile(r"\blayers\.(\d+)\.(?:\w+\.)+?(?:(k|v|kv)_scale|(k|v)_proj\.output_scale)")
-OWN_PREFIXES = ("", "model.")  # others belong to layers that guess tokens ahead
-#: What kv_cache_scheme must say of the scales, as compressed-tensors and ModelOpt write it.
+OWN_PREFIXES = ("", "model.")  # others belong to layers that draft tokens
+#: The values that kv_cache_scheme may have, as compressed-tensors and ModelOpt write it. None: it may lack the key.
 SCHEME = {
     "type": ("float",),
     "num_bits": (8,),
@@ -31,7 +31,7 @@ SCHEME = {
     "symmetric": (None, True),
     "strategy": (None, "tensor", "attn_head"),
 }
-AUTO_FP8_SCHEME = "static"
+AUTO_FP8_SCHEME = "static"  # AutoFP8 writes it in place of a scheme
 
 #: A layer's number among the model's layers, and "k" for its keys or "v" for its values.
 Side = tuple[int, str]
@@ -46,19 +46,18 @@ class KVScale:
     values: Tensor
 
     def of_heads(self, num_kv_heads: int) -> Tensor:
-        """Return a scale for each of the model's KV heads. Raises WeightMismatch for another number of heads."""
+        """Return a scale for each of the model's KV heads. Raises WeightMismatch for another number."""
         if len(self.values) not in (1, num_kv_heads):
             raise WeightMismatch(
-                f"{self.name!r} in {self.path} has {len(self.values)} scales; 1 for all heads or {num_kv_heads}, one "
-                "for each KV head, expected"
+                f"{self.name!r} in {self.path} has {len(self.values)} scales; expected 1 for all heads, or "
+                f"{num_kv_heads}, one for each KV head; fetch it again, or leave kv_cache_dtype out"
             )
         return self.values.expand(num_kv_heads)
 
 
 def is_kv_scale(name: str) -> bool:
     """Return whether a tensor of this name is a scale of a KV cache."""
-    match = NAME.search(name)
-    return match is not None and match.end() == len(name)
+    return _match_scale(name) is not None
 
 
 def scheme_problem(config: ModelConfig) -> str | None:
@@ -81,24 +80,24 @@ def find_kv_scales(names: Iterable[str], config: ModelConfig) -> dict[Side, str]
     Returns {} if config.json says that the scales are for another kind of cache.
     """
     found: dict[Side, str] = {}
-    if scheme_problem(config) is not None:
+    # with a KV LoRA rank (DeepSeek), scales are for compressed keys and values; our cache holds those of each head
+    if scheme_problem(config) is not None or config.values.get("kv_lora_rank"):
         return found
     of_both: dict[Side, str] = {}
     for name in names:
         own_name = text_name(name) if config.is_text_part else name
-        if own_name is None or not is_kv_scale(own_name):
+        match = None if own_name is None else _match_scale(own_name)
+        if match is None:
             continue
-        match = NAME.search(own_name)
-        assert match is not None
         layer = int(match[1])
-        if own_name[: match.start()] not in OWN_PREFIXES or layer >= config.num_layers:
+        if match.string[: match.start()] not in OWN_PREFIXES or layer >= config.num_layers:
             continue
         side = match[2] or match[3]
         if side == "kv":
             of_both |= {(layer, "k"): name, (layer, "v"): name}
         else:
             found[layer, side] = name
-    return of_both | found
+    return of_both | found  # a scale for keys alone, or for values alone, replaces one for both
 
 
 def read_kv_scales(folder: Path, config: ModelConfig) -> dict[Side, KVScale]:
@@ -110,6 +109,14 @@ def read_kv_scales(folder: Path, config: ModelConfig) -> dict[Side, KVScale]:
         return {
             side: _read(tensors[name]) for side, name in find_kv_scales(tensors, config).items()
         }
+
+
+def _match_scale(name: str) -> re.Match[str] | None:
+    """Return the match of a scale's name, which ends where the name ends; None for other names."""
+    match = NAME.search(name)
+    if match is None or match.end() != len(name):
+        return None
+    return match
 
 
 def _read(tensor: CheckpointTensor) -> KVScale:

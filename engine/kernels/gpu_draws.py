@@ -39,7 +39,10 @@ def logit_of(key, SPARE: tl.constexpr):
 
 @triton.jit
 def as_float32(logits):
-    """Convert loaded logits. bfloat16 goes by its bits: Triton's interpreter converts its smallest numbers wrongly."""
+    """Convert loaded logits to float32.
+
+    bfloat16 is converted by its bits: Triton's interpreter converts the smallest numbers wrongly.
+    """
     if logits.dtype == tl.bfloat16:
         bits = logits.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
-"""Log probabilities and ranks of given tokens as one Triton kernel, which reads the logits once.
+"""Log probabilities and ranks of given tokens as one Triton kernel.
 
-It computes what engine/sampling/token_scores.py does. There the logits are copied to float32, and read again for the
-maximum, for the sum, and for the ranks.
+It computes what engine/sampling/token_scores.py does, and reads a row's logits once for each of its tokens. Plain torch
+copies the logits to float32, and reads them again for the maximum, for the sum, and for the ranks.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.kernels.gpu_draws import as_float32, load_tile
 
 TILE = 4096
-#: Bounds the highest logit, so that a row that is infinite somewhere, or everywhere, has torch's sum. Half of the
-#: largest number, as the difference of two bounds must be a number too.
+#: The highest logit is kept within this bound, so that a row with infinite logits has the same sum as in torch. It is
+#: half of the largest number, so that the difference of two bounds is finite too.
 BOUND = tl.constexpr(torch.finfo(torch.float32).max / 2)
 
 
@@ -34,9 +34,9 @@ def score_kernel(
     num_before = tl.zeros([TILE], tl.int32)
     for tile in tl.range(0, TILES, num_stages=3):
         ids, logits = load_tile(row_ptr, tile, VOCAB, TILE)
-        higher = tl.minimum(tl.maximum(highest, tl.max(logits, 0)), BOUND)
-        sums = sums * tl.exp(highest - higher) + tl.exp(logits - higher)
-        highest = higher
+        new_highest = tl.minimum(tl.maximum(highest, tl.max(logits, 0)), BOUND)
+        sums = sums * tl.exp(highest - new_highest) + tl.exp(logits - new_highest)
+        highest = new_highest
         is_before = (logits > own_logit) | ((logits == own_logit) & (ids < token_id))
         num_before += is_before.to(tl.int32)
 
@@ -49,7 +49,7 @@ def score_kernel(
 def score_tokens(
     logits: Tensor, token_ids: Tensor, rows: Tensor, *, tile: int = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of TokenScores. The order of a row's sum depends on the vocabulary's size alone.
+    """Return the fields of TokenScores. The order in which a row is summed depends on the vocabulary's size alone.
 
     logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.
     token_ids, rows: [tokens] int64, as in engine/sampling/token_scores.py.

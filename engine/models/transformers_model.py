@@ -358,7 +358,7 @@ def _source(
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:
     """Raise MissingWeights or WeightMismatch unless the files hold exactly the tensors that the model has.
 
-    They may also hold scales of a KV cache. report: transformers' report of loading.
+    The files may also hold scales of a KV cache. report: transformers' report of loading.
     """
     unexpected = [name for name in report["unexpected_keys"] if not is_kv_scale(name)]
     for kind, problem, names in (

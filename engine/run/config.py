@@ -43,9 +43,9 @@ class EngineConfig:
         keeps states has them beside the stated bytes; with None they take up to half of the bytes. They are the
         states of max_num_seqs sequences and as many snapshots, or of as many as fit.
     kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits take half of bfloat16's memory
-        and reading time, and change answers. Scales are the checkpoint's own, if it has any. Others are
+        and reading time, and change answers. Scales are the checkpoint's own, if it has any. Missing ones are
         measured at start, for each head, on a few hundred tokens, with room for numbers eight times as large.
-        Numbers beyond the range become the largest of it. Backends: triton, torch.
+        Numbers beyond the range are clipped. Backends: triton, torch.
     memory_utilization: share of the GPU's memory that may be in use while the engine runs: weights, KV pool,
         graphs, the largest step, and what other processes hold. Ignored on a CPU.
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 the caller's process

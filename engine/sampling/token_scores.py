@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TokenScores(NamedTuple):
-    """What logits say of given tokens.
+    """Log probabilities and ranks of given tokens.
 
     logprobs: [tokens] float32, log probabilities.  ranks: [tokens] int64, 1 for a row's likeliest token; of equal
     logits the lower id comes first.  totals: [rows] float32, each row's log-sum-exp.

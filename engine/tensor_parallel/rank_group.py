@@ -320,7 +320,7 @@ class RankGroup:
                 first, *others = sorted(missing)
                 problem = silence or f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
                 if others:  # one of them may hang, and the others wait for it
-                    problem += f" (no answer from {_names(others)} either)"
+                    problem += f" (no answer from {_list_ranks(others)} either)"
                 raise RankFailed(first, problem)
             for rank in self._readable(deadline):
                 reply = self._read(rank)
@@ -386,7 +386,8 @@ class RankGroup:
         self._store = None
 
 
-def _names(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
+    """Return "rank 2", or "ranks 2, 3"."""
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 

@@ -50,7 +50,7 @@ def main() -> None:
         kv_cache_bytes=options.kv_cache_bytes,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
-        kernel_check="refuse",  # or torch's attention is measured in the place of a faulty kernel
+        kernel_check="refuse",  # "warn" would replace a faulty kernel by torch's attention, and measure that
     )
     with Engine(config) as engine:
         gc.collect()

@@ -131,15 +131,15 @@ def _shared(
 
 
 def make_workloads(seed: int = 0) -> dict[str, Workload]:
-    """Make the workloads by name. Another seed gives other tokens and lengths, of the same kind."""
-    made = (
+    """Make the workloads W1 to W5, by name. Another seed gives other tokens and lengths of the same kind."""
+    workloads = (
         _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=seed + 100),
         _shared("W2", 64, 512, (32, 32), (32, 32), seed=seed + 101),
         _mixed("W3", "q06b", 16, (32, 128), (16, 64), seed=seed + 103),
         _shared("W4", 256, 896, (16, 64), (1, 4), seed=seed + 101),
         _mixed("W5", "q54m", 48, (16, 64), (200, 400), seed=seed + 104),
     )
-    return {each.name: each for each in made}
+    return {workload.name: workload for workload in workloads}
 
 
 WORKLOADS: dict[str, Workload] = {

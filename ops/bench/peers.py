@@ -218,13 +218,14 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(f"--peers {options.peers}: {error}")
     options.folder.mkdir(parents=True, exist_ok=True)
-    shape = make_workloads()[options.workloads[0]].model
-    model = existing_checkpoint(options.folder / shape, shape)
+    model_name = make_workloads()[options.workloads[0]].model
+    model = existing_checkpoint(options.folder / model_name, model_name)
     paths = []
     for seed in options.seeds:
         workloads = make_workloads(seed)
         for name in options.workloads:
-            path = options.folder / (f"{name}-{seed}.json" if seed else f"{name}.json")
+            file_name = f"{name}-{seed}.json" if seed else f"{name}.json"
+            path = options.folder / file_name
             workloads[name].write(path)
             paths.append(path)
     ours = (

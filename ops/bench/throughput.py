@@ -201,7 +201,7 @@ def main() -> None:
         "device": device.type,
         "attention_backend": "triton",
         "max_model_len": 4096,
-        "kernel_check": "refuse",  # or torch's attention is measured in the place of a faulty kernel
+        "kernel_check": "refuse",  # "warn" would replace a faulty kernel by torch's attention, and measure that
     }
     if options.dry_run:
         workload = small(workload, 2, 400, shape.vocab_size)

@@ -18,7 +18,7 @@ from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.graphs import simulate_graphs, simulate_mixed_graphs
 from tests.forking import ForkedProcess
 
-#: The environment variable that names the file in which rank 0 of a RecordingRank logs.
+#: The environment variable that names the file in which rank 0 of a LoggingRank or a RecordingRank logs.
 LOG = "TOKENMILL_TEST_RANK_LOG"
 
 
@@ -45,6 +45,15 @@ class HangingRank(ForkedRank):
     @staticmethod
     def alter(rank: int) -> None:
         ProcessGroupParallel.minimum = lambda self, value: signal.pause()  # type: ignore[assignment, method-assign]
+
+
+class LoggingRank(ForkedRank):
+    """A rank; rank 0 logs into the file that LOG names."""
+
+    @staticmethod
+    def alter(rank: int) -> None:
+        if rank == 0:
+            log_to_file()
 
 
 class RecordingRank(ForkedRank):
@@ -81,7 +90,12 @@ def record_steps(rank: int) -> None:
     simulate_graphs(patch)
     simulate_mixed_graphs(patch)
     if rank == 0:
-        logging.getLogger().addHandler(logging.FileHandler(os.environ[LOG]))
+        log_to_file()
+
+
+def log_to_file() -> None:
+    """Have this process log into the file that LOG names."""
+    logging.getLogger().addHandler(logging.FileHandler(os.environ[LOG]))
 
 
 def fail_third_capture(name: str) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor
 import engine.layers.gated_delta_net
 import engine.run.forward.model_runner
 from engine.attention.base import AttentionBreak, AttentionMetadata, CapturableBackend
-from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
+from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePart, StateParts
 from engine.attention.torch_backend import TorchBackend
-from engine.kernels.upload import upload
 from engine.layers.gated_delta_net import mix
 from engine.models.decoder import DecoderForCausalLM
+from engine.run.forward.checks.plain_kernels import plain_advance, plain_write_rows
 from engine.run.forward.decode_graphs import Replay
 from engine.run.forward.mixed_graphs import Attend, AttentionCall, ReplayPieces, StateCall
 
@@ -52,47 +52,14 @@ class StaticDecodes(AttentionMetadata):
     order: Tensor
 
 
-def advance(state: DecodeState) -> None:
-    """Begin a step in plain torch, which the kernels are compared with."""
-    is_real = state.next_positions != PADDING
-    position = state.next_positions.clamp(min=0)
-    blocks = (
-        state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
-    )
-    slots = blocks * state.block_size + position % state.block_size
-    state.token_ids.copy_(torch.where(is_real, state.next_token_ids.clamp(min=0), 0))
-    state.positions.copy_(position)
-    state.slot_mapping.copy_(torch.where(is_real, slots, -1))
-    state.context_lens.copy_((position + 1) * is_real)
-    state.sampling.position.copy_(position + 1)
-    state.next_positions.add_(is_real)
-
-
-def write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-    """Write the changes in plain torch."""
-    rows, wide, narrow, sampled_at, table_places, block_ids, order = upload(
-        writes, memory.wide.device
-    )
-    memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)
-    if len(order):
-        memory.order.copy_(order)
-    pending = sampled_at >= 0
-    # before the rows are written that they may lie in
-    tokens = None if sampled is None else sampled[sampled_at[pending]]
-    memory.wide.index_copy_(1, rows, wide)
-    memory.narrow.index_copy_(1, rows, narrow)
-    if tokens is not None:
-        memory.wide[0].index_copy_(0, rows[pending], tokens)
-
-
 class ReplayedTorch(TorchBackend, CapturableBackend):
     """The torch backend over static buffers, which it reads on the host; padding stores nothing and gets NaN."""
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
-        write_rows(memory, writes, sampled)
+        plain_write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
-        advance(state)
+        plain_advance(state)
 
     def decode_metadata(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,12 +30,16 @@ from engine.models.load import choose_path
 from engine.run.forward.checks import checked_kernels
 from engine.run.forward.checks import kernel_check as kernel_check_of_start
 from engine.run.forward.checks.checked_kernels import check_kernels
+from engine.run.forward.checks.comparison import KernelComparison
 from engine.run.forward.checks.kernel_check import (
     CheckedModel,
     KernelFault,
     find_fault,
     with_checked_kernels,
 )
+from engine.sampling.logit_edits import LogitEdits
+from ops.bench.static.kernel_cases import KERNELS
+from tests.engine.launches import record_launches
 from tests.engine.quantizers import bnb4_config
 
 SIZES = {
@@ -51,15 +56,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"num_local_experts": 4, "intermediate_size": 32},
     "Qwen3_5ForCausalLM": DELTA,
 }
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the kernels run on the GPU here, as ops.bench.gpu has them"
 )
 
 
-def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM") -> CheckedModel:
+def write_model(
+    folder: Path, architecture: str = "Qwen3ForCausalLM", quantization: dict[str, Any] | None = None
+) -> CheckedModel:
     """Write a checkpoint's config.json, and describe the model as the interpreter would run it."""
     values = {"architectures": [architecture], **SIZES, **MODELS[architecture]}
+    if quantization is not None:
+        values["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(values))
     return CheckedModel(
         folder=str(folder),
@@ -91,12 +101,18 @@ def test_kernels_that_work_pass(
     [
         ("attention", "last token left out"),
         ("attention", "scale"),
+        ("attention", "order of a recorded step"),
         ("attention to a common prefix", "last tile of a prefix left out"),
         ("attention of prompts behind a common prefix", "one tile more of a prefix"),
         ("norm of a sum", "weight"),
         ("SiLU", "does not compile"),
         ("scores of tokens", "rank"),
         ("scores of tokens", "log probability"),
+        ("edits of logits", "presence"),
+        ("edits of logits", "ban behind a token"),
+        ("edits of logits", "pending tokens"),
+        ("writing rows of a recorded step", "block tables left out"),
+        ("inputs of a recorded step", "slots of smaller blocks"),
     ],
 )
 def test_a_wrong_kernel_is_the_last_one_named(
@@ -115,10 +131,7 @@ def test_a_wrong_kernel_is_the_last_one_named(
 @pytest.mark.parametrize(
     ("section", "takes"),
     [
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 32},
-            lambda scales, zeros: (scales, zeros + 1),
-        ),
+        (AWQ, lambda scales, zeros: (scales, zeros + 1)),
         (bnb4_config("nf4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
         (bnb4_config("fp4"), lambda scales, zeros: (scales.roll(1, 1), zeros)),
         (
@@ -135,10 +148,7 @@ def test_products_with_packed_weights_are_checked(
     takes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> None:
     """A right one passes, and one that takes another zero point, or another row's scale, is named."""
-    model = write_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = section
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = write_model(tmp_path, quantization=section)
     right = triton_backend.PACKED
     named: list[str] = []
     is_of_bitsandbytes = section["quant_method"] == "bitsandbytes"
@@ -160,10 +170,7 @@ def test_products_of_experts_with_packed_weights_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A right one passes, and one that takes another expert's scales is named. Scales are MXFP4's: powers of two."""
-    model = write_model(tmp_path, "GptOssForCausalLM")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = write_model(tmp_path, "GptOssForCausalLM", {"quant_method": "mxfp4"})
     right = triton_backend.PACKED
     assert right.grouped_product is not None
     multiply = right.grouped_product
@@ -203,6 +210,8 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """Make one kernel of the Triton backend wrong."""
     decode, add_rms_norm = triton_backend.decode_attention, triton_backend.add_rms_norm
     score_tokens = triton_backend.score_tokens
+    edit_logits = triton_backend.edit_logits
+    write_rows, advance_rows = triton_backend.write_rows, triton_backend.advance_rows
     attend_to_prefixes = decode_kernels.attend_to_prefixes
     attend_to_shared_tiles = triton_backend.shared_prefill_attention
 
@@ -220,6 +229,13 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     ) -> None:
         decode(query, cache, replace(rows, context_lens=rows.context_lens - 1), *rest, **kind)
 
+    def with_another_order(
+        query: Any, cache: Any, rows: DecodeRows, *rest: Any, **kind: Any
+    ) -> None:
+        if rows.order is not None:
+            rows = replace(rows, order=rows.order.new_zeros(len(rows.order)))
+        decode(query, cache, rows, *rest, **kind)
+
     def with_other_scale(*arguments: Any, **kind: Any) -> None:
         decode(*arguments, **{**kind, "scale": kind["scale"] * 1.5})
 
@@ -234,12 +250,31 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         logprobs, ranks, totals = score_tokens(*arguments)
         return logprobs + 0.001, ranks, totals
 
+    def with_edits(change: Callable[[LogitEdits], LogitEdits]) -> Callable[..., Any]:
+        return lambda logits, edits, sampled: edit_logits(logits, change(edits), sampled)
+
+    def without_presence(edits: LogitEdits) -> LogitEdits:
+        return replace(edits, penalties=edits.penalties * np.array([0, 1, 1], np.float32))
+
+    def without_bans_behind(edits: LogitEdits) -> LogitEdits:
+        return replace(edits, banned_behind=edits.banned_behind[:0])
+
+    def without_pending(edits: LogitEdits) -> LogitEdits:
+        return replace(edits, pending=edits.pending[:0])
+
+    def without_block_tables(memory: Any, writes: Any, sampled: Any) -> None:
+        write_rows(memory, [*writes[:4], writes[4][:0], writes[5][:0], writes[6]], sampled)
+
+    def with_smaller_blocks(*arguments: Any, block_size: int) -> None:
+        advance_rows(*arguments, block_size=block_size // 2)
+
     def does_not_compile(gate_up: Any) -> Any:
         raise ZeroDivisionError
 
     patches: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "last token left out": (triton_backend, "decode_attention", without_last_token),
         "scale": (triton_backend, "decode_attention", with_other_scale),
+        "order of a recorded step": (triton_backend, "decode_attention", with_another_order),
         "last tile of a prefix left out": (decode_kernels, "attend_to_prefixes", without_last_tile),
         "one tile more of a prefix": (
             triton_backend,
@@ -250,6 +285,11 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
         "does not compile": (triton_backend, "silu_and_mul", does_not_compile),
         "rank": (triton_backend, "score_tokens", with_other_rank),
         "log probability": (triton_backend, "score_tokens", with_other_log_probability),
+        "presence": (triton_backend, "edit_logits", with_edits(without_presence)),
+        "ban behind a token": (triton_backend, "edit_logits", with_edits(without_bans_behind)),
+        "pending tokens": (triton_backend, "edit_logits", with_edits(without_pending)),
+        "block tables left out": (triton_backend, "write_rows", without_block_tables),
+        "slots of smaller blocks": (triton_backend, "advance_rows", with_smaller_blocks),
     }
     monkeypatch.setattr(*patches[sabotage])
 
@@ -448,10 +488,37 @@ def test_another_word_is_refused() -> None:
         EngineConfig("model", kernel_check="maybe")
 
 
-def test_the_backend_has_no_kernel_that_is_not_compared() -> None:
-    """A new field of LayerKernels is compared too, or the check says less than it promises."""
+@needs_interpreter
+def test_every_kernel_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch counts only within a comparison. Only transformers' models store, and the check builds none of them."""
+    launches: list[str] = []
+    compared: set[str] = set()
+    record_launches(monkeypatch, launches)
+
+    def run(
+        self: KernelComparison, name: str, kernel: Any, reference: Any, arguments: Any, **_: Any
+    ) -> Any:
+        launches.clear()
+        result = kernel(*arguments)
+        compared.update(launches)
+        return result
+
+    monkeypatch.setattr(KernelComparison, "run", run)
+    for architecture, quantization in (
+        ("Qwen3ForCausalLM", AWQ),
+        ("GptOssForCausalLM", None),
+        ("GptOssForCausalLM", {"quant_method": "mxfp4"}),
+        ("Qwen3_5ForCausalLM", None),
+    ):
+        model = write_model(tmp_path, architecture, quantization)
+        check_kernels(replace(model, has_adapters=True), lambda name: None)
+    assert compared == set(KERNELS) - {"store_kernel"}
+
+
+def test_the_backend_has_no_field_that_is_not_compared() -> None:
+    """Several fields of LayerKernels may launch the same kernel, and each is compared."""
     from engine.attention.layer_kernels import ExpertKernels, LayerKernels
-    from engine.run.forward.checks.checked_kernels import KernelComparison, checked_layer_kernels
+    from engine.run.forward.checks.checked_kernels import checked_layer_kernels
 
     kernels = TritonBackend(torch.device("cpu")).layer_kernels
     assert kernels is not None
@@ -478,9 +545,9 @@ def test_the_backend_overrides_nothing_that_is_not_compared() -> None:
         "build_metadata",
         "decode_metadata",
     }
-    compared = {"sample", "edit", "score", "fill_pending", "forward"}
-    # graphs write and advance their rows, and transformers' models store: the check has neither
-    not_compared = {"write_rows", "advance", "store"}
+    compared = {"sample", "edit", "score", "fill_pending", "forward", "write_rows", "advance"}
+    # only transformers' models store, which the check does not build
+    not_compared = {"store"}
     methods = {name for name, value in vars(TritonBackend).items() if callable(value)}
     public = {name for name in methods if not name.startswith("_")}
     assert public | {"check", "fp8_problem"} == launch_nothing | compared | not_compared

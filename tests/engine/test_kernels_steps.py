@@ -24,11 +24,11 @@ from engine.kernels.gpu_draws import weigh
 from engine.kernels.gpu_logit_edits import edit_logits as by_kernel
 from engine.kernels.step_inputs import TILE
 from engine.kernels.weight_constants import FRACTION_BITS, WHOLE
+from engine.run.forward.checks.plain_kernels import plain_advance, plain_write_rows
 from engine.run.forward.rows import StaticRows
 from engine.sampling import draws
 from engine.sampling.edit_logits import edit_logits as by_torch
 from engine.sampling.logit_edits import EditParts, LogitEdits, token_mask
-from tests.engine.graphs import advance, write_rows
 from tests.engine.paged import DEVICE
 from tests.engine.sampler_cases import by_triton, cases, differences, make_case
 
@@ -84,7 +84,7 @@ def test_it_equals_the_reference(
     new = writes(rng, num_rows, written, num_blocks)
     others = torch.from_numpy(rng.integers(0, 2**40, num_rows)).to(DEVICE)
     found, expected = memory(num_rows), memory(num_rows)
-    for into, write in ((found, TritonBackend(DEVICE).write_rows), (expected, write_rows)):
+    for into, write in ((found, TritonBackend(DEVICE).write_rows), (expected, plain_write_rows)):
         write(into, new, into.wide[0, :num_rows] if in_memory else others)
     for name, left, right in zip(RowMemory._fields, found, expected, strict=True):
         assert torch.equal(left, right), name
@@ -108,7 +108,7 @@ def filled(num_rows: int, block_size: int, seed: int) -> DecodeState:
     def draw(low: int, high: int, shape: Any) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    static = StaticRows(num_rows + 3, 40, block_size, DEVICE, write_rows)
+    static = StaticRows(num_rows + 3, 40, block_size, DEVICE, plain_write_rows)
     state = static.state.first(num_rows)
     state.next_token_ids.copy_(draw(-1, 152_000, (num_rows,)))
     state.next_positions.copy_(draw(0, 40 * block_size, (num_rows,)))
@@ -127,7 +127,7 @@ def test_a_step_begins_as_by_the_reference(num_rows: int, block_size: int) -> No
     backend = TritonBackend(DEVICE)
     for _ in range(2):
         backend.advance(found)
-        advance(expected)
+        plain_advance(expected)
         for each in fields(DecodeState):
             if isinstance(getattr(found, each.name), torch.Tensor):
                 assert torch.equal(getattr(found, each.name), getattr(expected, each.name)), (
@@ -140,7 +140,7 @@ def test_a_step_begins_as_by_the_reference(num_rows: int, block_size: int) -> No
 
 def test_nothing_past_the_rows_is_written() -> None:
     """A smaller graph leaves the rows behind its own alone."""
-    static = StaticRows(200, 3, 16, DEVICE, write_rows)
+    static = StaticRows(200, 3, 16, DEVICE, plain_write_rows)
     static.state.next_positions.fill_(5)
     TritonBackend(DEVICE).advance(static.state.first(130))
     assert static.state.next_positions.tolist() == [6] * 130 + [5] * 70

@@ -18,7 +18,7 @@ from engine.attention.kv_cache import (
     KVCache,
     LayerKVCache,
     choose_scales,
-    largest_numbers,
+    largest_magnitudes,
     quantize,
 )
 from engine.attention.torch_backend import TorchBackend
@@ -187,7 +187,7 @@ def test_scales_leave_room_for_eight_times_the_largest() -> None:
     cache.layers[0].keys[2, 0, 1, 1] = 56.5
     cache.layers[1].values[0, 0, 1, 3] = 1e-3
     first, second = (
-        [choose_scales(largest_numbers(pool)).tolist() for pool in (layer.keys, layer.values)]
+        [choose_scales(largest_magnitudes(pool)).tolist() for pool in (layer.keys, layer.values)]
         for layer in cache.layers
     )
     assert first == [[1.0, 2.0], [1.0, 1.0]]

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
+from engine.checkpoint.kv_scales import find_kv_scales
 from engine.checkpoint.model_config import read_model_config
 from engine.run.config import model_identity
 from tests.engine.checkpoints import SHAPES, pool_bytes
-from tests.engine.forked_ranks import ForkedRank
+from tests.engine.forked_ranks import LOG, ForkedRank, LoggingRank
 from tests.engine.quantizers import FORMATS, quantize_checkpoint
 from tests.engine.reference import Reference
 from tests.engine.test_kv_cache_fp8 import logits_of
@@ -203,10 +205,22 @@ def test_an_impossible_scale_is_refused_by_name(scaled: Scaled, value: float) ->
         assert engine.generate(PROMPTS, GREEDY)
 
 
+def test_scales_of_compressed_keys_and_values_are_left_out(scaled: Scaled) -> None:
+    """As DeepSeek has them: here each head has keys of its own in the cache."""
+    folder = scaled(of_layers("{side}_scale"))
+    model = read_model_config(folder)
+    names = [f"model.layers.0.self_attn.{side}_scale" for side in "kv"]
+    assert len(find_kv_scales(names, model)) == 2
+    compressed = replace(model, values={**model.values, "kv_lora_rank": 512})
+    assert find_kv_scales(names, compressed) == {}
+
+
 def test_scales_for_another_number_of_heads_are_refused(scaled: Scaled) -> None:
     name = "model.layers.0.self_attn.k_scale"
     folder = scaled({name: torch.ones(3)}, cache_scheme(strategy="attn_head"))
-    with pytest.raises(WeightMismatch, match=rf"'{name}' in .* has 3 scales; 1 .* or 2, one for"):
+    with pytest.raises(
+        WeightMismatch, match=rf"'{name}' in .* has 3 scales; expected 1 .* or 2, one for"
+    ):
         Engine(config(folder))
 
 
@@ -251,6 +265,24 @@ def test_each_rank_takes_the_scales_of_its_own_heads(
         with Engine(config(folder, tensor_parallel_size=ranks)) as engine:
             answers.append([each.token_ids for each in engine.generate(PROMPTS, GREEDY)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.processes
+def test_heads_of_another_rank_that_are_cut_are_logged(
+    scaled: Scaled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone logs warnings. Its own head has room here, and the second rank's has none."""
+    monkeypatch.setattr("engine.tensor_parallel.rank_group.RankProcess", LoggingRank)
+    log = tmp_path / "rank0.log"
+    monkeypatch.setenv(LOG, str(log))
+    tensors = {
+        name: torch.stack((scale, scale * 1e-9))
+        for name, scale in of_layers("{side}_scale").items()
+    }
+    folder = scaled(tensors, cache_scheme(strategy="attn_head"))
+    with Engine(config(folder, tensor_parallel_size=2)):
+        pass
+    assert "more than 2 times as large as the checkpoint's scales" in log.read_text()
 
 
 def test_a_quantized_checkpoint_brings_scales_too(

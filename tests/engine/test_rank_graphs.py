@@ -1,5 +1,6 @@
 """Ranks replay their steps from graphs all together or not at all, and exchange no more logits than are read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from engine import Engine
 from engine.checkpoint.model_config import read_model_config
+from engine.errors import CaptureFailed
 from engine.layers.parallel import TensorParallel
+from engine.run.forward.decode_graphs import capture_on_all_ranks
 from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.warm_up import make_step, nucleus_sampling
 from engine.tensor_parallel import rank_group
@@ -63,6 +66,43 @@ def test_ranks_go_on_without_graphs_that_one_of_them_cannot_record(
         compare(reference, engine)
 
     assert log.read_text() == logged
+
+
+@dataclass(frozen=True)
+class AskingParallel(TensorParallel):
+    """One of two ranks, of which the other one can record. asked: what this rank said of each capture."""
+
+    asked: list[int] = field(default_factory=list)
+
+    def minimum(self, value: int) -> int:
+        self.asked.append(value)
+        return value
+
+
+@pytest.mark.parametrize(
+    ("failing_run", "error", "asked"), [(1, RuntimeError, []), (2, CaptureFailed, [0])]
+)
+def test_a_rank_ends_whose_step_fails_while_others_wait_in_its_sums(
+    failing_run: int, error: type[Exception], asked: list[int]
+) -> None:
+    """Where the step fails as it is run to set up, the rank asks nobody; where it fails as it is recorded, it does."""
+    tp = AskingParallel(rank=1, size=2)
+    num_runs = 0
+
+    def run() -> None:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == failing_run:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    def capture(step: Callable[[], None]) -> str:
+        step()
+        step()
+        return "a graph"
+
+    with pytest.raises(error, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        capture_on_all_ranks(capture, tp)(run)
+    assert tp.asked == asked
 
 
 @dataclass(frozen=True)

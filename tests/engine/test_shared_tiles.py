@@ -231,7 +231,19 @@ def test_a_tile_has_no_more_tokens_behind_the_prefix_than_in_it() -> None:
     """Otherwise a program with many short tails would end long after the others."""
     arrays = share(LIMITS, *prompts_behind(56, [2] * 140))
     assert arrays is not None
-    assert arrays.lengths(64).tolist() == [2 * 896] * 10
+    assert arrays.count_keys(64).tolist() == [2 * 896] * 10
+
+
+def test_a_query_alone_in_a_tile_may_see_whole_tiles_of_keys_and_no_more() -> None:
+    """The 65th query of a prompt is the 64th token of a tile of keys, beside prompts that share tiles."""
+    tables, query_lens, context_lens = prompts_behind(12, [30, 30, 65])
+    context_lens[2] = 4 * PREFIX_TILE
+    always = replace(LIMITS, least_spared_share=ALWAYS)
+    arrays = share(always, tables, query_lens, context_lens)
+    assert arrays is not None
+    alone = np.flatnonzero((arrays.rows >= 0).sum(axis=1) == 1)
+    assert arrays.positions[alone, 0].tolist() == [4 * PREFIX_TILE - 1]
+    assert arrays.num_shared[alone].tolist() == [4 * PREFIX_TILE]
 
 
 def test_models_whose_layers_all_have_windows_share_no_tiles() -> None:
@@ -242,16 +254,28 @@ def test_models_whose_layers_all_have_windows_share_no_tiles() -> None:
         assert (limits is not None) is is_shared
 
 
-def test_a_start_compiles_the_kernel() -> None:
+@pytest.mark.parametrize("num_programs", [2, 4, 8, 32])
+@pytest.mark.parametrize("max_num_seqs", [2, 4, 8, 16, 32, 256])
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 8192])
+def test_a_start_compiles_the_kernel_if_prompts_may_share_tiles(
+    max_num_batched_tokens: int, max_num_seqs: int, num_programs: int
+) -> None:
     """Otherwise the first step of such prompts waits for the compiler while the engine serves."""
-    config = EngineConfig("any", max_num_seqs=256, max_num_batched_tokens=8192)
+    limits = replace(LIMITS, num_programs=num_programs)
+    config = EngineConfig(
+        "any", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
     steps = warm_up_steps(config, max_model_len=4096, num_blocks=512)
-    are_shared = [
-        share(LIMITS, step.block_tables, step.query_lens, step.context_lens) is not None
+    is_compiled = any(
+        share(limits, step.block_tables, step.query_lens, step.context_lens) is not None
         for step in steps
         if step.query_lens.min() > 1
-    ]
-    assert are_shared.count(True) == 1
+    )
+    may_share = any(
+        share(limits, *prompts_behind(192, [length] * max_num_seqs)) is not None
+        for length in range(2, max_num_batched_tokens // max_num_seqs, 7)
+    )
+    assert is_compiled >= may_share
 
 
 prompt = st.tuples(

@@ -143,8 +143,8 @@ def decode_kernel(
             places = out_ptr + row * (HEADS * HEAD_DIM) + head_places
             tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
         else:
-            # A head's place is added in 32 bits to the split's. In 64 bits the compiler would add it to the pointer
-            # before the loop, keep the sum through the loop, and spill it.
+            # The places of heads and splits are added in 32 bits. In 64 bits the compiler would add a head's place to
+            # the pointer before the loop, keep the sum through the loop, and spill it.
             part = num_prefix_splits + split
             first_part = seq * max_splits * HEADS
             result_places = part * (HEADS * HEAD_DIM) + head_places
@@ -220,7 +220,12 @@ def choose_num_programs(num_pairs: int, num_processors: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """The size of a program. tile: how many tokens' keys and values it reads at once. max_registers: of a thread."""
+    """The size of a program of decode attention.
+
+    tile: how many tokens' keys and values it reads at once.
+    num_stages: stages of its loop over tiles, see NUM_STAGES.
+    max_registers: of a thread; None leaves that to the assembler.
+    """
 
     tile: int
     num_stages: int
@@ -228,20 +233,20 @@ class DecodeShape:
 
 
 def decode_shape(dim_pad: int, itemsize: int, gpu: GpuKind, *, is_fp8: bool) -> DecodeShape:
-    """Return a shape that fits into a GPU's registers. itemsize: bytes of a query's number."""
+    """Return the shape that suits a GPU's registers and shared memory. itemsize: bytes of a query's number."""
     tile = tile_tokens(dim_pad, itemsize, DECODE_TILE_BYTES)
     if not is_fp8:
-        # It takes 152 or 168 otherwise for heads of 256, which leaves room for 3 programs and not 4.
+        # A thread takes 152 or 168 otherwise for heads of 256, which leaves room for 3 programs and not 4.
         return DecodeShape(tile, NUM_STAGES, 128 if dim_pad > 128 else None)
     if gpu.has_tensor_memory:
-        return DecodeShape(tile, FP8_STAGES, 144)  # twice the tokens spill here
+        return DecodeShape(tile, FP8_STAGES, 144)  # tiles of twice as many tokens spill here
 
-    # As many bytes are twice as many tokens of FP8. They save a tenth of the instructions for a token in heads of 128,
-    # and more in others (compiled for sm_90).
+    # A tile of FP8 numbers has twice as many tokens in the same bytes. That saves a tenth of the instructions for a
+    # token in heads of 128, and more in others (compiled for sm_90).
     tile = tile_tokens(dim_pad, itemsize, DECODE_TILE_BYTES * itemsize)
     if not gpu.has_warp_groups:
         return DecodeShape(tile, NUM_STAGES, 240)  # shared memory has room for two programs
-    # It takes up to 184 otherwise. With 128 four programs share a Hopper multiprocessor, with 144 three.
+    # A thread takes up to 184 otherwise. With 128 four programs share a Hopper multiprocessor, with 144 three.
     return DecodeShape(tile, NUM_STAGES, 128 if dim_pad <= 64 else 144)
 
 

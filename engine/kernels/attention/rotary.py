@@ -75,8 +75,8 @@ def norm_rotate_store_kernel(
 ):  # fmt: skip
     """One program takes TOKENS tokens. A row of the cache is a slot.
 
-    Queries come last: they take most registers, and by then nothing else is held. When they came first, 32 heads for 4
-    of keys spilled on sm_86 and sm_89.
+    Queries come last: they take most registers, and by then nothing else is held. When they came first, 32 query heads
+    beside 4 KV heads spilled on sm_86 and sm_89.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     column = tl.arange(0, HALF_PAD)[None, None, :]

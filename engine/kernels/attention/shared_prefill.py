@@ -1,8 +1,8 @@
 """Attention of prompts in tiles whose queries may belong to several sequences behind a common prefix.
 
-A program first attends to the tokens that all its queries see, for all of them at once: the common prefix. Then it
-goes through its segments, the queries of one sequence each, and attends to what that sequence has behind the prefix.
-The softmax runs on in registers, so there are no partial results to merge.
+A program first attends to the tokens that all its queries see, which are most often the common prefix. It does so for
+all its queries at once. Then it goes through its segments, the queries of one sequence each, and attends to what that
+sequence has behind those tokens. The softmax runs on in registers, so there are no partial results to merge.
 Sources: cascade inference, https://flashinfer.ai/2024/02/02/cascade-inference.html; Hydragen, arXiv:2402.05099.
 """
 
@@ -41,7 +41,8 @@ class SharedTiles:
     segments: [segments, 3] int32, a sequence, its first row in the tile, and the row after its last. A tile's
         sequences have the shared tokens in the same blocks.
     rows: [tiles, QUERY_TILE] int32, the rows of the step's queries; -1 where a tile has none.
-    positions: [tiles, QUERY_TILE] int32, each query's place in its sequence, the last token that it sees; -1 likewise.
+    positions: [tiles, QUERY_TILE] int32, each query's place in its sequence, which is the last token that it sees; -1
+        where a tile has none.
     block_tables: [seqs, blocks] int32.
     """
 
@@ -100,28 +101,28 @@ def shared_prefill_kernel(
 
     num_shared = tl.load(num_shared_ptr + query_tile)
     first_segment = tl.load(first_segments_ptr + query_tile)
-    last_segment = tl.load(first_segments_ptr + query_tile + 1)
+    end_segment = tl.load(first_segments_ptr + query_tile + 1)
     first_seq = tl.load(segments_ptr + 3 * first_segment).to(tl.int64)
     acc, row_max, row_sum = fold_tiles(
         queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr + first_seq * table_stride,
         0, num_shared, num_shared, None, last_seen, log2_scale, slopes, block_stride, token_stride,
         HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, False,
     )  # fmt: skip
-    for segment in tl.range(first_segment, last_segment, num_stages=1):
+    for segment in tl.range(first_segment, end_segment, num_stages=1):
         seq = tl.load(segments_ptr + 3 * segment).to(tl.int64)
         begin_row = tl.load(segments_ptr + 3 * segment + 1)
         end_row = tl.load(segments_ptr + 3 * segment + 2)
         end = tl.load(positions_ptr + end_row - 1) + 1
         # the other rows see nothing of this sequence, which leaves their sums as they are
         is_of_segment = (row_of_tile >= begin_row) & (row_of_tile < end_row)
-        # loaded once more, so that no registers hold it through the prefix
-        last = tl.load(positions_ptr + row_of_tile, mask=is_of_segment, other=-1)
+        # loaded again, so that no registers hold them through the prefix
+        last_seen_here = tl.load(positions_ptr + row_of_tile, mask=is_of_segment, other=-1)
         acc, row_max, row_sum = fold_tiles(
             queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr + seq * table_stride,
-            num_shared, end, end, None, last, log2_scale, slopes, block_stride, token_stride,
+            num_shared, end, end, None, last_seen_here, log2_scale, slopes, block_stride, token_stride,
             HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, TILE, True,
         )  # fmt: skip
-    # read again, so that no registers hold them through the loops
+    # loaded again, so that no registers hold them through the loops
     rows = tl.load(rows_ptr + row_of_tile, volatile=True).to(tl.int64)
     inside = (rows >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
     places = out_ptr + (rows[:, None] * HEADS + head[:, None]) * HEAD_DIM + dims[None, :]
@@ -143,7 +144,9 @@ def shared_prefill_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> None:
-    """Write the attention of the tiles' rows of `query` to the same rows of `out`, without window and chunk.
+    """Write the attention of the tiles' rows of `query` to the same rows of `out`.
+
+    The layer has no window and no chunk.
 
     query, out, scale, soft_cap, sinks, slopes: as prefill_attention has them.
     """
@@ -160,9 +163,8 @@ def shared_prefill_attention(
     num_warps = shape.num_warps if heads_tile == 1 else TWO_HEADS_WARPS
     tile = min(shape.tile, PREFIX_TILE)
     if gpu.has_tensor_memory:
-        tile = max(
-            tile // 2, DOT_MIN
-        )  # with larger tiles of which each score is masked, this spills there
+        # behind the prefix each score is masked, and on these GPUs that spills with larger tiles
+        tile = max(tile // 2, DOT_MIN)
     max_registers = shape.max_registers
     if scales is None:
         # left to itself, the assembler makes room for another program, and spills

@@ -12,8 +12,8 @@ probabilities, the tokens are chosen without the second graph.
 
 Where rows have prefixes in common that are worth it (`attention.prefix_groups`), another first graph is replayed, whose
 layers read such a prefix once. It is recorded for the sizes in which a prefix can be worth it. Steps with adapters have
-a first graph too, which sorts rows by adapter and reads the tables of the adapters that are loaded then. It also reads
-prefixes once.
+a first graph of their own. It sorts rows by adapter, and reads the tables of the adapters that are loaded then. It also
+reads common prefixes once.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ Choose = Callable[
     [Tensor, SamplingRows, LogitEdits | None, Tensor, Callable[[Tensor], None] | None], None
 ]
 
-Steps = TypeVar("Steps")
+Told = ParamSpec("Told")
 Recorded = TypeVar("Recorded")
 
 logger = logging.getLogger(__name__)
@@ -90,21 +90,33 @@ class CudaCapture:
         return replay
 
 
-def agreed(capture: Callable[[Steps], Recorded], tp: TensorParallel) -> Callable[[Steps], Recorded]:
+def capture_on_all_ranks(
+    capture: Callable[[Callable[Told, None]], Recorded], tp: TensorParallel
+) -> Callable[[Callable[Told, None]], Recorded]:
     """Return a capture that raises CaptureFailed on every rank if it fails on one.
 
-    A rank without graphs would otherwise sum other rows than the ranks with them, and wait for them for ever. So all
-    ranks say after each capture whether theirs is made. Out of memory is no such failure: it ends the start.
+    Otherwise a rank without graphs would sum other rows than the ranks with graphs, and wait for them for ever. So the
+    ranks agree after each capture. Two failures end the start instead: memory that runs out, and a step that fails on
+    one of several ranks before it is recorded, as the others then wait in that step's sums.
     """
 
-    def capture_as_all_ranks(run: Steps) -> Recorded:
+    def capture_and_agree(run: Callable[Told, None]) -> Recorded:
         recorded: Recorded | None = None
         problem = ""
+        has_run = False
+
+        def run_and_note(*args: Told.args, **kwargs: Told.kwargs) -> None:
+            nonlocal has_run
+            run(*args, **kwargs)
+            has_run = True
+
         try:
-            recorded = capture(run)
+            recorded = capture(run_and_note)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, CollectiveFailed) as error:
+            if tp.size > 1 and not has_run:
+                raise
             problem = str(error)
             if tp.rank != 0:  # rank 0 alone logs warnings, and does not know this rank's reason
                 logger.error("rank %d cannot record a CUDA graph: %s", tp.rank, problem)
@@ -113,7 +125,7 @@ def agreed(capture: Callable[[Steps], Recorded], tp: TensorParallel) -> Callable
             raise CaptureFailed(problem or "another rank cannot record them")
         return recorded
 
-    return capture_as_all_ranks
+    return capture_and_agree
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -277,7 +289,7 @@ class DecodeGraphs:
         state = self._static.state.first(size)
         outputs = self._hidden
         adapters = self._static.adapters[:size]
-        # where no prefix is shared, the kernel for prefixes has nothing to do
+        # in a step without common prefixes, the kernel that reads them has nothing to do
         batch = self._batch(size, max_context_len, self._prefixes(size, max_context_len))
 
         def run() -> None:
@@ -287,7 +299,7 @@ class DecodeGraphs:
         return run
 
     def _prefixes(self, size: int, max_context_len: int) -> PrefixTensors | None:
-        """Return the static prefixes of the first rows; None if none can be worth it among so few."""
+        """Return the static prefixes of the first `size` rows; None if none can pay among them."""
         limits = self._static.limits
         prefixes = self._static.prefixes
         if limits is None or prefixes is None or not limits.can_pay(size, max_context_len):

@@ -19,7 +19,7 @@ from engine.attention.kv_cache import (
     Scales,
     block_bytes,
     choose_scales,
-    largest_numbers,
+    largest_magnitudes,
 )
 from engine.attention.state_pool import StatePool, state_bytes
 from engine.checkpoint.adapter_folder import Adapter
@@ -37,7 +37,12 @@ from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.device import SPARE_BYTES, GpuMemory, numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
-from engine.run.forward.decode_graphs import Capture, CudaCapture, DecodeGraphs, agreed
+from engine.run.forward.decode_graphs import (
+    Capture,
+    CudaCapture,
+    DecodeGraphs,
+    capture_on_all_ranks,
+)
 from engine.run.forward.loaded_adapters import LoadedAdapters
 from engine.run.forward.memory import (
     PoolSizes,
@@ -67,7 +72,8 @@ from engine.schedule.sequence import NO_ADAPTER
 from engine.schedule.step_batch import StepBatch
 
 NUM_COMPARED_TOKENS = 40  # of a step from graphs and the same step without
-#: By how much the measured tokens may exceed the range of a checkpoint's scale. Its makers measured on other tokens.
+#: The log warns if measured numbers are more than this many times as large as a checkpoint's scale allows. Somewhat
+#: larger ones are usual, as the scale was measured on other tokens.
 LARGEST_EXCESS = 2.0
 
 logger = logging.getLogger(__name__)
@@ -112,7 +118,7 @@ class ModelRunner:
             with on_device(self.device):
                 self.model = self._load(folder)
                 if self.device.type == "cpu":
-                    give_back_memory()  # what reading weights took, or the pool would find less
+                    give_back_memory()  # what reading weights took, which is then free for the pool
                 self._adapters = LoadedAdapters(
                     self.model,
                     config.max_adapters if config.adapters else 0,
@@ -359,31 +365,33 @@ class ModelRunner:
         stored = read_kv_scales(folder, self._model_config)
         if stored and self._tp.rank == 0:
             logger.info("the FP8 KV cache takes %d scales from the checkpoint", len(stored))
-        measured = self._measure_largest_numbers()
+        measured = self._measure_magnitudes()
         scales: list[Scales] = []
+        excess = 0.0
         for layer, (largest_keys, largest_values) in zip(
             self.model.layer_numbers, measured, strict=True
         ):
             key_scales = self._choose_scales(stored.get((layer, "k")), largest_keys)
             value_scales = self._choose_scales(stored.get((layer, "v")), largest_values)
             scales.append((key_scales, value_scales))
-        excess = max(
-            (largest / (own_scales * FP8_LIMIT)).max().item()
-            for layer_scales, layer_largest in zip(scales, measured, strict=True)
-            for own_scales, largest in zip(layer_scales, layer_largest, strict=True)
-        )
-        if excess > LARGEST_EXCESS:
+            excess_of_keys = (largest_keys / (key_scales * FP8_LIMIT)).max().item()
+            excess_of_values = (largest_values / (value_scales * FP8_LIMIT)).max().item()
+            excess = max(excess, excess_of_keys, excess_of_values)
+        # each rank knows its own heads, and rank 0 alone logs warnings
+        fits_everywhere = self._tp.minimum(int(excess <= LARGEST_EXCESS))
+        if not fits_everywhere:
             logger.warning(
-                "keys or values are up to %.1f times as large as the checkpoint's scales of the KV cache allow, and "
-                "are cut; if answers are poor, leave kv_cache_dtype out",
-                excess,
+                "keys or values are more than %g times as large as the checkpoint's scales of the KV cache allow, and "
+                "are clipped; if answers are poor, leave kv_cache_dtype out",
+                LARGEST_EXCESS,
             )
         return scales
 
     def _choose_scales(self, stored: KVScale | None, largest: Tensor) -> Tensor:
         """Return the scales of this rank's KV heads, [kv_heads] float32. Raises WeightMismatch.
 
-        stored: the checkpoint's for all heads; None if it has none. largest: each of this rank's heads' largest number.
+        stored: the checkpoint's for all heads; None if it has none. largest: as largest_magnitudes returns it for this
+        rank's heads.
         """
         if stored is None:
             return choose_scales(largest)
@@ -395,10 +403,10 @@ class ModelRunner:
         return of_all_heads[heads.start : heads.start + heads.length].to(self.device).contiguous()
 
     @torch.inference_mode()
-    def _measure_largest_numbers(self) -> list[tuple[Tensor, Tensor]]:
-        """Compute some tokens, the same on every rank; return the largest key and value of each layer's heads.
+    def _measure_magnitudes(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's largest_magnitudes, of its keys and of its values. Raises ConfigError.
 
-        Each is [kv_heads] float32. Raises ConfigError.
+        They are those of some tokens, the same on every rank.
         """
         num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
         num_blocks = -(-num_tokens // self._config.block_size)
@@ -410,7 +418,7 @@ class ModelRunner:
         )
         self.logits(replace(step, token_ids=token_ids))
         largest = [
-            (largest_numbers(layer.keys), largest_numbers(layer.values))
+            (largest_magnitudes(layer.keys), largest_magnitudes(layer.values))
             for layer in self.cache.layers
         ]
         del self.cache
@@ -544,7 +552,7 @@ class ModelRunner:
                 lambda batch: model.hidden_states(batch, cache),
                 choose_of_hidden,
                 backend,
-                agreed(capture, tp),
+                capture_on_all_ranks(capture, tp),
                 StaticRows(
                     self._config.num_seqs,
                     -(-max_model_len // self._config.block_size),
@@ -583,7 +591,7 @@ class ModelRunner:
             graphs = MixedGraphs(
                 lambda batch: model.hidden_states(batch, cache),
                 backend,
-                agreed(capture, self._tp),
+                capture_on_all_ranks(capture, self._tp),
                 sizes,
                 self.device,
                 self._adapters.tables,

@@ -139,8 +139,8 @@ class StepLogprobs:
     ) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor, Tensor]:
         """Return the number of likely tokens of each token, and RowLogprobs' other arrays.
 
-        The parameters are those of KernelBackend.score. width: how many likely tokens each gets. A negative token id
-        stands for any token.
+        logits, token_ids, rows: as KernelBackend.score takes them, but a negative token id stands for any token.
+        width: how many likely tokens each token gets.
         """
         logprobs, ranks, totals = self._backend.score(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])

@@ -32,7 +32,7 @@ class StaticRows:
 
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
     limits: say which of the prefixes that rows have in common are read once; None if no prefix is.
-    prefixes: the prefixes that are read once, if there are limits. has_prefixes: whether there are any.
+    prefixes: the prefixes that are read once; None without limits. has_prefixes: whether the last step has any.
     adapters: [rows] int64, the adapter of each, no_adapter for none. They are valid only while has_adapters is True.
     states: None if the model keeps none.
     """

@@ -15,7 +15,9 @@ FIRST_CONTEXT = 64  # backends plan shorter contexts in the same way as this one
 #: Backends tile shorter ones, down to 16 tokens, in the same way. An expert has only a part of a prompt's rows. Packed
 #: experts have a tile for 17 to 64 rows, which one of these prompts brings even if a token takes 4 of 128 experts.
 SHORT_PROMPTS = (64, 256, 1024)
-SHARING_PROMPT = 32  # behind a common prefix, two of them fill a tile of queries
+#: Behind a common prefix. Two of the first fill a tile of queries. Among few sequences only such as the second spare
+#: enough time to share tiles: they fill some tiles by themselves, and leave a short rest.
+SHARING_PROMPTS = (32, 144)
 
 
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
@@ -26,7 +28,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     - max_num_seqs decodes at the longest context, once with blocks of their own, and once all with the same blocks;
     - single decodes at halving contexts, which a backend may cut into more pieces;
     - short prompts, whose products may have tiles of their own;
-    - short prompts at the end of the longest context, as many as fit, all with the same blocks.
+    - prompts of two lengths at the end of the longest context, as many as fit, all with the same blocks.
     """
     num_tokens = config.max_num_batched_tokens
     num_seqs = config.num_seqs
@@ -51,13 +53,15 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
         make_step(query_lens, context_lens, config.block_size, num_blocks)
         for query_lens, context_lens in lens
     ]
-    tail = min(max(share, 2), SHARING_PROMPT)
-    num_tails = min(num_seqs, num_tokens // tail)
-    alike = [steps[2]]
-    if num_tails > 1 and tail < max_model_len:
-        lens_of_tails = [tail] * num_tails, [max_model_len] * num_tails
-        alike.append(make_step(*lens_of_tails, config.block_size, num_blocks))
-    for step in alike:
+    behind_prefix = [steps[2]]  # the longest decodes
+    shortest, longer = SHARING_PROMPTS
+    for prompt_len in (min(max(share, 2), shortest), longer):
+        num_prompts = min(num_seqs, num_tokens // prompt_len)
+        if num_prompts > 1 and prompt_len < max_model_len:
+            query_lens = [prompt_len] * num_prompts
+            context_lens = [max_model_len] * num_prompts
+            behind_prefix.append(make_step(query_lens, context_lens, config.block_size, num_blocks))
+    for step in behind_prefix:
         same_blocks = np.repeat(step.block_tables[:1], len(step.block_tables), axis=0)
         steps.append(replace(step, block_tables=same_blocks))
     for i, step in enumerate(steps[:2]):

@@ -52,9 +52,10 @@ MIXED_GRAPH_TOKENS = 2048
 BLOCK = 16
 
 PROCESSORS = 132
+"""Multiprocessors of an H200."""
 
 TILE = 64
-"""Queries of a tile of prefill attention, and tokens of a tile of keys. Products are made of whole tiles."""
+"""Queries of a tile of prefill attention, and tokens of a tile of keys. Attention multiplies whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,12 @@ class Rows:
 class Engine:
     """What an engine can do.
 
-    has_graphs: whether steps of decodes are replayed. has_mixed_graphs: steps with prompts too. reads_prefix_once: for
-    all rows behind common tokens, where these decode. shares_tiles: of queries, where they prefill. kv_itemsize: bytes
-    of a key's number. prefill_share: of the operations a second, what prefill attention reaches.
+    has_graphs: whether steps of decodes are replayed.
+    has_mixed_graphs: whether steps with prompts are replayed.
+    reads_prefix_once: whether rows that decode behind common tokens read these once for all.
+    shares_tiles: whether prompts behind common tokens share tiles of queries.
+    kv_itemsize: bytes of a key's number.
+    prefill_share: the share of the operations a second that prefill attention reaches.
     """
 
     name: str
@@ -183,7 +187,7 @@ def steps_of(rows: Rows, max_num_seqs: int, pool_tokens: int) -> Iterator[Schedu
 def estimate(
     model: Model, rows: Rows, engines: Sequence[Engine], max_num_seqs: int = 256
 ) -> list[Estimate]:
-    """Return what a run of rows takes with each engine."""
+    """Return what a run of rows takes with each engine. The steps are the same for all engines."""
     totals = [Estimate() for _ in engines]
     for batch in steps_of(rows, max_num_seqs, pool_tokens=1 << 20):
         num_prompt_tokens = batch.num_tokens - batch.num_decode_tokens
@@ -238,7 +242,7 @@ def prefill_pairs(model: Model, engine: Engine, batch: ScheduledBatch) -> float:
     query_lens = np.array([num_new for _, num_new in prompts])
     lens_before = np.array([seq.num_computed_tokens for seq, _ in prompts])
     starts = np.cumsum(query_lens) - query_lens
-    lens = Prompts(starts, query_lens, lens_before + query_lens)
+    step_prompts = Prompts(starts, query_lens, lens_before + query_lens)
     tiles = cut_queries(query_lens, TILE)
     shape = model.shape
     layer = AttentionFeatures(shape.num_heads, shape.num_kv_heads, shape.head_dim, scale=1.0)
@@ -246,16 +250,16 @@ def prefill_pairs(model: Model, engine: Engine, batch: ScheduledBatch) -> float:
         [layer], BLOCK, query_tile=TILE, key_tile=TILE, num_processors=PROCESSORS
     )
     assert limits is not None
-    lengths = limits.lengths(lens, tiles)
+    num_keys = limits.count_keys(step_prompts, tiles)
     if engine.shares_tiles:
         width = max(len(seq.block_table) for seq, _ in prompts)
         tables = np.zeros((len(prompts), width), np.int32)
         for table, (seq, _) in zip(tables, prompts, strict=True):
             table[: len(seq.block_table)] = seq.block_table
-        shared = limits.share(lens, tiles, tables)
+        shared = limits.share(step_prompts, tiles, tables)
         if shared is not None:
-            lengths = shared.lengths(TILE)
-    return TILE * float(lengths.sum())
+            num_keys = shared.count_keys(TILE)
+    return TILE * float(num_keys.sum())
 
 
 QWEN3_8B = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 40_960, 1e6)

@@ -3,10 +3,9 @@
     python -m ops.bench.gpu.pack_vllm vllm-0.26.0-*.whl msgspec-*.whl ... --out FOLDER
     python -m ops.bench.gpu.pack_vllm --unpack FOLDER --out SITE      # there; then PYTHONPATH=SITE
 
-Other wheels can be packed too. What answering text on Hopper does not need of vLLM is left out: FlashAttention 2,
-experts, other devices, the Rust server.
-xgrammar, which vLLM imports for the sake of a name, becomes an empty package. `sums.json` keeps the SHA-256 of each
-piece.
+Other wheels can be packed too. Parts of vLLM that text on Hopper does not need are left out: FlashAttention 2, experts,
+other devices, the Rust server. xgrammar, which vLLM imports for the sake of a name, becomes an empty package.
+`sums.json` keeps the SHA-256 of each piece.
 """
 
 import argparse

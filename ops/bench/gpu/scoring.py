@@ -49,12 +49,26 @@ class RowShape:
 
 ROW_SHAPES = (
     RowShape(
-        "2,000 rows behind 896 tokens, answers of 8 to 32", 2000, 896, (20, 80), (8, 32), {}, True
+        "2,000 rows behind 896 tokens, answers of 8 to 32",
+        2000,
+        896,
+        (20, 80),
+        (8, 32),
+        {},
+        has_long_prefix=True,
     ),
     RowShape(
-        "2,000 rows behind 896 tokens, answers of 1 to 4", 2000, 896, (20, 80), (1, 4), {}, True
+        "2,000 rows behind 896 tokens, answers of 1 to 4",
+        2000,
+        896,
+        (20, 80),
+        (1, 4),
+        {},
+        has_long_prefix=True,
     ),
-    RowShape("256 rows behind 2,048 tokens", 256, 2048, (20, 80), (64, 128), {}, True),
+    RowShape(
+        "256 rows behind 2,048 tokens", 256, 2048, (20, 80), (64, 128), {}, has_long_prefix=True
+    ),
     RowShape("2,000 prompts of 300 to 500, answers of 4 to 16", 2000, 0, (300, 500), (4, 16), {}),
     RowShape("256 sequences", 256, 0, (100, 300), (100, 300), {}),
     RowShape("256, one with log probabilities", 256, 0, (100, 300), (100, 300), {"logprobs": 5}),
@@ -182,7 +196,7 @@ def main() -> None:
         "device": "cuda",
         "attention_backend": "triton",
         "max_model_len": 4096,
-        "kernel_check": "refuse",  # or torch's attention is measured in the place of a faulty kernel
+        "kernel_check": "refuse",  # "warn" would replace a faulty kernel by torch's attention, and measure that
     }
     shapes: Sequence[RowShape] = ROW_SHAPES
     if options.dry_run:

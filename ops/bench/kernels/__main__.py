@@ -36,7 +36,7 @@ GROUPS = ("attention", *ROWS)
 def cases_of(
     group: str, device: torch.device, *, dry_run: bool, peer: Peer | None = None
 ) -> Iterator[Case]:
-    """A group's cases, made one by one, as their tensors fill a device. peer: runs those of attention too."""
+    """A group's cases, made one by one, as their tensors fill a device. peer: also runs the cases of attention."""
     shape, dtype = (SHAPES["tiny"], torch.float32) if dry_run else (SHAPES["q06b"], torch.bfloat16)
     if group == "attention":
         yield from attention_cases(shape, device, dtype, tiny=dry_run, peer=peer)
@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter")
     parser.add_argument(
-        "--flash-attention-3", type=Path, help="its library, which runs the cases of attention too"
+        "--flash-attention-3",
+        type=Path,
+        help="the file of its library; it also runs the cases of attention",
     )
     parser.add_argument("--json", type=Path, help="written anew after each case")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""FlashAttention 3 on the attention cases of our own kernels, out of the library in vLLM's wheel.
+"""Runs FlashAttention 3 on the attention cases of our kernels. This has not run on a GPU yet.
 
-The library alone is enough: `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so` of vLLM 0.26. It needs torch 2.11 for CUDA 13,
-and a Hopper GPU. Source: arXiv:2407.08608.
+It needs one file of vLLM 0.26's wheel, `vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`, torch 2.11 for CUDA 13, and a Hopper
+GPU. Source: arXiv:2407.08608.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,20 @@ NO_LIMIT = -1  # of a window
 
 
 def load_library(library: Path) -> Callable[..., list[Tensor]]:
-    """Load the library; return its attention. Raises OSError if it does not load."""
+    """Load the library and return its attention. Raises OSError if it does not load."""
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     attention: Callable[..., list[Tensor]] = getattr(torch.ops, NAMESPACE).fwd
     return attention
 
 
 def bind(attention: Callable[..., list[Tensor]], paged: Paged) -> Callable[[], Tensor]:
-    """Return a call of the library's attention on these sequences: [tokens, heads, head_dim]."""
+    """Return a function that runs the library's attention on these sequences.
+
+    It returns [tokens, heads, head_dim].
+    """
     device = paged.query.device
-    ends = np.concatenate(([0], np.cumsum(paged.query_lens)))
-    query_ends = torch.from_numpy(ends.astype(np.int32)).to(device)
+    bounds = np.concatenate(([0], np.cumsum(paged.query_lens)))
+    cu_seqlens_q = torch.from_numpy(bounds.astype(np.int32)).to(device)
     context_lens = torch.from_numpy(paged.context_lens.astype(np.int32)).to(device)
     tables = torch.from_numpy(paged.tables).to(device)
     # the operator has no defaults; what these sequences do not use is None
@@ -47,7 +50,7 @@ def bind(attention: Callable[..., list[Tensor]], paged: Paged) -> Callable[[], T
             k=paged.cache.keys,
             v=paged.cache.values,
             out=out,
-            cu_seqlens_q=query_ends,
+            cu_seqlens_q=cu_seqlens_q,
             seqused_k=context_lens,
             max_seqlen_q=int(paged.query_lens.max()),
             max_seqlen_k=int(paged.context_lens.max()),
@@ -58,7 +61,7 @@ def bind(attention: Callable[..., list[Tensor]], paged: Paged) -> Callable[[], T
             window_size_right=NO_LIMIT,
             softcap=0.0,
             is_rotary_interleaved=True,
-            num_splits=0,  # as many as the library finds best
+            num_splits=0,  # the library chooses
             sm_margin=0,
             cp_world_size=1,
             cp_rank=0,

@@ -1,10 +1,11 @@
-"""Products with packed weights beside oneDNN's bfloat16 product on a CPU: its time divided by ours.
+"""Measures products with packed weights beside oneDNN's bfloat16 product on a CPU.
 
     python -m ops.bench.kernels.packed
     python -m ops.bench.kernels.packed --kinds "int4 in groups of 128" --rows 64
 
-One thread, the best of some rounds in turns. Several weights of a size alternate, so that they come out of memory, as
-those of a model's layers do. The processor needs vectors of 64 bytes and bfloat16.
+The table shows oneDNN's time divided by ours. Both run on one thread, in turns, and the best of all rounds counts.
+Several weights of a size alternate, so that they are read from memory and not from caches, as a model's layers are.
+The processor needs AVX-512 and bfloat16.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -33,7 +35,7 @@ FP8_NAN = 127  # without its sign
 
 @dataclass(frozen=True)
 class Kind:
-    """Codes of a weight. group: columns with one scale; None for one scale a row."""
+    """How a weight is packed. group: the number of columns that share a scale; None for one scale a row."""
 
     codes: str
     group: int | None
@@ -61,7 +63,8 @@ def make_packed(
     num_codes = 1 << BITS[kind.codes]
     codes = torch.randint(0, num_codes, (out_features, in_features)).to(torch.uint8)
     if kind.codes == "fp8":
-        codes[(codes & FP8_NAN) == FP8_NAN] = 1
+        is_nan = (codes & FP8_NAN) == FP8_NAN
+        codes[is_nan] = 1
     groups = (out_features, in_features // group)
     zeros = None
     if kind.codes in INTEGERS:
@@ -69,16 +72,16 @@ def make_packed(
     scales = torch.rand(groups)
     if kind.codes == "fp4":
         scales = 2 ** torch.floor(8 * scales - 8)  # powers of two, as MXFP4 has them
-    made = PackedProduct(
+    packed = PackedProduct(
         PackedForm(kind.codes, kind.group, kind.scale_dtype),
         in_features,
         out_features,
         kernels,
         block,
     )
-    made.fill(0, PackedPart(codes, scales.to(kind.scale_dtype), zeros))
-    made.finish_loading()
-    return made
+    packed.fill(0, PackedPart(codes, scales.to(kind.scale_dtype), zeros))
+    packed.finish_loading()
+    return packed
 
 
 def seconds_of(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
@@ -95,7 +98,7 @@ def best_ratio(
     x: Tensor,
     rounds: int,
 ) -> float:
-    """The best time of theirs divided by the best of ours, in turns. The first turn does not count."""
+    """The best time of theirs divided by the best of ours. They take turns, and the first turn does not count."""
     seconds_of(ours, x)
     seconds_of(theirs, x)
     our_times = []
@@ -116,19 +119,19 @@ def bfloat16_product(out_features: int, in_features: int) -> Callable[[Tensor], 
 def ratios_of(
     kind: Kind, out_features: int, in_features: int, all_rows: Sequence[int], rounds: int
 ) -> list[float]:
-    """The ratio of each number of rows."""
+    """The best_ratio for each number of rows."""
     layer_kernels = CpuBackend(torch.device("cpu")).layer_kernels
     assert layer_kernels is not None
     kernels = layer_kernels.packed
     assert kernels is not None
     packed = [make_packed(kind, out_features, in_features, kernels) for _ in range(NUM_WEIGHTS)]
-    ours = [lambda x, each=each: each(x, None) for each in packed]
+    ours = [partial(product_of, bias=None) for product_of in packed]
     theirs = [bfloat16_product(out_features, in_features) for _ in range(NUM_WEIGHTS)]
-    found = []
+    ratios = []
     for rows in all_rows:
         x = torch.randn(rows, in_features, dtype=torch.bfloat16)
-        found.append(best_ratio(ours, theirs, x, rounds))
-    return found
+        ratios.append(best_ratio(ours, theirs, x, rounds))
+    return ratios
 
 
 def main() -> None:

@@ -51,7 +51,10 @@ class Paged:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention. bind: returns a call of it on some sequences, which gives what `query` has."""
+    """Another library's attention.
+
+    bind: takes sequences, and returns a function that computes their attention in the shape of `query`.
+    """
 
     name: str
     bind: Callable[[Paged], Callable[[], Tensor]]
@@ -89,7 +92,7 @@ def contexts(num_seqs: int, low: int, high: int) -> list[int]:
 def attention_cases(
     shape: Shape, device: torch.device, dtype: torch.dtype, *, tiny: bool, peer: Peer | None = None
 ) -> Iterator[Case]:
-    """Attention of one layer: decodes, then whole prompts. Behind each case comes the peer's, if there is one."""
+    """Attention of one layer: decodes, then whole prompts. Each case is followed by the peer's, if there is one."""
     toy = {"3 sequences": [20, 7, 33]}
     decodes = toy if tiny else {
         "256 sequences, contexts 100..2,048": contexts(256, 100, 2048),
@@ -120,7 +123,7 @@ def _attention(name: str, paged: Paged, peer: Peer | None) -> Iterator[Case]:
     yield Case(name, run, paged.num_bytes, paged.flops)
     if peer is not None:
         run_peer = peer.bind(paged)
-        # both round to 8 bits of mantissa, in another order
+        # both round to 8 bits of mantissa, each in its own order
         torch.testing.assert_close(run_peer(), ours, rtol=2**-6, atol=2**-6)
         yield Case(f"{peer.name}, {name}", run_peer, paged.num_bytes, paged.flops)
 

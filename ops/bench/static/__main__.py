@@ -138,6 +138,11 @@ def usage_problems(
                 f"{each.where}: loops copy to {list(usage.buffers)} buffers, {wanted.buffers} of each tensor "
                 "wanted: with one, no copy overlaps the products"
             )
+        if each.variant.is_fp8 and wanted.keeps_float16 and usage.from_float16:
+            yield (
+                f"{each.where}: {usage.from_float16} conversions of float16, none wanted: FP8 numbers are to be "
+                "multiplied as the float16 ones that they become first"
+            )
         if in_16_bits and wanted.product:
             products.setdefault((each.where, wanted.product), set()).update(usage.products)
     for (where, product), found in products.items():

@@ -102,6 +102,7 @@ class Usage:
     products: matrix instructions, of a warp ("mma") or of a warp group ("wgmma").
     buffers: of each tensor that a loop copies ahead to shared memory, how many.
     fused: instructions that multiply and add float32 with one rounding.
+    from_float16: conversions of float16 numbers, which FP8 ones become first, to another type.
     programs: how many of its programs a multiprocessor holds at once; 0 if none fits.
     """
 
@@ -113,6 +114,7 @@ class Usage:
     products: dict[str, int]
     buffers: tuple[int, ...]
     fused: int
+    from_float16: int
     programs: int
 
     @property
@@ -230,6 +232,8 @@ def compile_variant(variant: Variant, target: Target = HOPPER) -> Usage:
         products={name: count for name, count in products.items() if count},
         buffers=tuple(int(count) for count in re.findall(BUFFERS, compiled.asm["ttgir"])),
         fused=len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", ptx)),
+        # an instruction names the type that it makes before the one that it reads
+        from_float16=len(re.findall(r"\bcvt\.[\w.]+\.f16\s", ptx)),
         programs=programs_per_processor(registers, shared_bytes, num_warps, target),
     )
 

@@ -60,6 +60,8 @@ class Kernel:
     product: its matrix instructions, of a warp ("mma") or of a warp group ("wgmma") in some variant.
     wide: at least this share of the bytes its instructions load is loaded by 16 at a time.
     buffers: of each tensor that its loops copy to shared memory, at least so many.
+    keeps_float16: it multiplies FP8 numbers in float16, as a GPU makes two float16 numbers of them by one instruction.
+    Any other type takes a slow instruction more for each number.
     """
 
     launches: str
@@ -70,6 +72,7 @@ class Kernel:
     product: str | None = None
     wide: float = 0.75
     buffers: int = 0
+    keeps_float16: bool = False
 
 
 KERNELS = {
@@ -82,9 +85,15 @@ KERNELS = {
         product="mma",
         buffers=2,
         wide=0.65,
+        keeps_float16=True,
     ),
     "prefix_kernel": Kernel(
-        launches="1 a layer, behind a common prefix", warps=8, product="wgmma", buffers=2, wide=0.7
+        launches="1 a layer, behind a common prefix",
+        warps=8,
+        product="wgmma",
+        buffers=2,
+        wide=0.7,
+        keeps_float16=True,
     ),
     "prefill_kernel": Kernel(
         launches="1 a layer, with prompts",
@@ -165,7 +174,7 @@ KERNELS = {
     ),
     # edited logits are in float32; a row for each program; loads come ahead of their use
     "choose_token_kernel": Kernel(launches="1 a step", of_layer=("SPARE",), warps=16),
-    # a token, its row and its logit stand alone
+    # a program also loads single numbers: a token, its row and its logit
     "score_kernel": Kernel(launches="1 a piece of scored rows", wide=0.7),
 }
 
@@ -267,10 +276,7 @@ def meta_model(
 
 @torch.inference_mode()
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
-    """num_rows sequences decode, one of num_rows + 1 tokens prefills beside a decoding one, and two share tiles.
-
-    Tokens are scored.
-    """
+    """Take the steps of `batches` with their sampling, sample from edited logits, and score tokens."""
     model, backend, cache = meta_model(name, dtype, fp8)
     columns = sampling_batch(num_rows).columns()
     on_device = upload(list(columns.values()), META)
@@ -281,8 +287,9 @@ def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     for edited in with_edits(sampling_batch(num_rows), model.vocab_size):
         assert edited.edits is not None
         backend.sample(backend.edit(logits, edited.edits, None), rows)
-    numbers = torch.empty(num_rows, dtype=torch.int64, device=META)
-    backend.score(logits, numbers, numbers)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=META)
+    row_of_token = torch.empty_like(token_ids)
+    backend.score(logits, token_ids, row_of_token)
 
 
 def sampling_batch(num_rows: int) -> SamplingBatch:
@@ -291,7 +298,11 @@ def sampling_batch(num_rows: int) -> SamplingBatch:
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
-    """Decode steps, recorded over static buffers and not, with prefixes in common and without; then prompts."""
+    """Decode steps of num_rows sequences, then prompts of num_rows + 1 tokens.
+
+    Decodes come recorded over static buffers and not, with prefixes in common and without. One prompt comes beside a
+    decode, and two share tiles.
+    """
 
     def make(step: StepBatch, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)

@@ -1,7 +1,7 @@
 """Compares the GPU kernels that a model uses with plain torch, one by one, on the model's own shapes.
 
 A small model is built with random weights and one layer of each kind that the checkpoint has. It takes a few steps,
-and each launch of a kernel is compared with its reference on the same inputs.
+decodes also as a graph has them, and each launch of a kernel is compared with its reference on the same inputs.
 
 A kernel that faults ends its process, so a child does this: `python -m engine.run.forward.checks.checked_kernels`. It
 prints each kernel's name before it launches it, so that its parent knows which one was the last.
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 
 from engine.attention.adapter_rows import AdapterGroup, GroupedRows
 from engine.attention.base import AttentionMetadata, Lens
+from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.attention.prefix_groups import PrefixTensors
 from engine.attention.state_pool import StatePool
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend, TritonMetadata
@@ -50,28 +52,30 @@ from engine.models.decoder_config import DecoderConfig, LayerConfig
 from engine.models.load import choose_path
 from engine.run.forward.adapter_loader import adapted_layers
 from engine.run.forward.checks.comparison import KernelComparison
+from engine.run.forward.checks.every_edit import every_edit
 from engine.run.forward.checks.kernel_check import CheckedModel
 from engine.run.forward.checks.plain_kernels import (
     plain_add_rms_norm,
+    plain_advance,
     plain_group,
     plain_grouped_packed_product,
     plain_grouped_product,
     plain_norm_rotate_and_store,
     plain_packed_product,
     plain_rms_norm,
+    plain_write_rows,
 )
+from engine.run.forward.checks.recorded_steps import begin_steps, recorded_batch
 from engine.run.forward.transfers import to_device
 from engine.run.forward.warm_up import make_step, nucleus_sampling, with_edits
-from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 FP8_TOLERANCE = 0.15  # of keys and values of 8 bits, and of attention over them
-SCORE_TOLERANCE = (
-    1e-5  # of log probabilities, which are computed in float32 whatever the model's dtype
-)
+#: Of log probabilities. They are computed in float32, whatever the model's dtype.
+SCORE_TOLERANCE = 1e-5
 VOCABULARY = 1024  # of the small model; the sampler's kernels have the checkpoint's own
 QUERY_LENS = ((70, 17, 130), (1, 1, 1), (1, 40, 1))  # of the sequences in each step
-SHARING_LENS = ((1, 1, 1), (5, 2, 3))  # of those in steps behind a common prefix
+SHARING_LENS = ((1, 1, 1), (5, 2, 3))  # of the sequences in each step behind a common prefix
 WINDOW = 50
 NUM_SAMPLED = 3
 ADAPTER_RANKS = (8, 16, 5)
@@ -108,6 +112,24 @@ class CheckedBackend(TritonBackend):
         self._plain_metadata, _ = self._plain.build_metadata(block_tables, context_lens, query_lens)
         return super().build_metadata(block_tables, context_lens, query_lens, beside)
 
+    def decode_metadata(
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None,
+        prefixes: PrefixTensors | None = None,
+    ) -> AttentionMetadata:
+        """Build the metadata of a recorded step. The values that it has now are those to compare with."""
+        contexts = context_lens.cpu().numpy().astype(np.int64)
+        self._plain_metadata, _ = self._plain.build_metadata(
+            block_tables.cpu().numpy(), contexts, np.ones_like(contexts)
+        )
+        return super().decode_metadata(
+            rows, context_lens, block_tables, max_context_len, order, prefixes
+        )
+
     def forward(
         self,
         query: Tensor,
@@ -135,26 +157,56 @@ class CheckedBackend(TritonBackend):
         )
         return out
 
+    def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
+        self._comparison.run(
+            "writing rows of a recorded step",
+            super().write_rows,
+            plain_write_rows,
+            (memory, writes, sampled),
+            changed=list(memory),
+            tolerance=0.0,
+        )
+
+    def advance(self, state: DecodeState) -> None:
+        inputs = [state.token_ids, state.positions, state.slot_mapping, state.context_lens]
+        self._comparison.run(
+            "inputs of a recorded step",
+            super().advance,
+            plain_advance,
+            (state,),
+            changed=[*inputs, state.sampling.position, state.next_positions],
+            tolerance=0.0,
+        )
+
     def check_sampler(self, vocab_size: int, dtype: torch.dtype) -> None:
-        """Edit random logits [rows, vocab_size] and draw from them. Both must give the same bits as plain torch."""
-        logits = self._random_logits(vocab_size, dtype)
+        """Draw from random logits [rows, vocab_size]. The tokens must be those of plain torch."""
         step = make_step([1] * NUM_SAMPLED, [2] * NUM_SAMPLED, 16, NUM_SAMPLED)
-        sampling = nucleus_sampling(NUM_SAMPLED)
-        _, rows = to_device(step, self, None, sampling)
+        _, rows = to_device(step, self, None, nucleus_sampling(NUM_SAMPLED))
         assert rows is not None
+        self._comparison.run(
+            "sampler",
+            super().sample,
+            self._plain.sample,
+            (self._random_logits(vocab_size, dtype), rows),
+            tolerance=0.0,
+        )
 
-        def plain_sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-            return self._plain.sample(logits, rows)
+    def check_edits(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Edit random logits [rows, vocab_size]: once in place, and once by all kinds of edits.
 
-        self._comparison.run("sampler", super().sample, plain_sample, (logits, rows), tolerance=0.0)
-        for edited in with_edits(sampling, vocab_size):
+        The bits must be those of plain torch.
+        """
+        in_place = with_edits(nucleus_sampling(NUM_SAMPLED), vocab_size)[0].edits
+        edits, tokens = every_edit(np.arange(0, NUM_SAMPLED, 2), vocab_size)
+        sampled = torch.from_numpy(tokens).to(self._device)
+        for arguments in ((in_place, None), (edits, sampled)):
+            logits = self._random_logits(vocab_size, dtype)
             self._comparison.run(
                 "edits of logits",
-                lambda logits, edits=edited.edits: super(CheckedBackend, self).edit(
-                    logits.clone(), edits, None
-                ),
-                lambda logits, edits=edited.edits: self._plain.edit(logits.clone(), edits, None),
-                (logits,),
+                super().edit,
+                self._plain.edit,
+                (logits, *arguments),
+                changed=[logits],
                 tolerance=0.0,
             )
 
@@ -398,7 +450,9 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
 
     backend = CheckedBackend(device, KernelComparison(announce, device, dtype))
     backend.check_pending_tokens()
+    begin_steps(backend, model.block_size, device)
     backend.check_sampler(config.vocab_size, dtype)
+    backend.check_edits(config.vocab_size, dtype)
     backend.check_scores(config.vocab_size, dtype)
 
     tp = TensorParallel(0, model.tensor_parallel_size)
@@ -430,6 +484,11 @@ def check_kernels(model: CheckedModel, announce: Callable[[str], object]) -> Non
     for step in steps:
         batch, _ = to_device(step, backend, None, None)
         built.hidden_states(batch, cache)
+        if (step.query_lens == 1).all():
+            recorded = recorded_batch(
+                step, backend, model.block_size, device, has_states=bool(built.states)
+            )
+            built.hidden_states(recorded, cache)
 
 
 def _packed_layers(
@@ -512,7 +571,7 @@ def _fp8_scales(layer: AttentionFeatures, device: torch.device) -> tuple[Tensor,
 
 
 def _make_steps(block_size: int) -> list[StepBatch]:
-    """Make prefills of three sequences, their decodes, both in one step, and each kind after a common prefix."""
+    """Make steps of three sequences: prefills, decodes, both at once, then both kinds behind a common prefix."""
     num_seqs = len(QUERY_LENS[0])
     longest = sum(max(lens) for lens in QUERY_LENS)
     width = max(2, -(-longest // block_size))

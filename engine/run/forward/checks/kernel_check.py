@@ -29,7 +29,14 @@ from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 
 ENGINE = Path(__file__).parents[3]
-SOURCES = ("kernels", "attention", "layers", "run/forward/checks")
+SOURCES = (
+    "kernels",
+    "attention",
+    "layers",
+    "sampling",
+    "run/forward/checks",
+    "run/forward/rows.py",
+)
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 #: -P: the child imports nothing from the working directory, in which others may write.
 COMMAND = (sys.executable, "-P", "-m", "engine.run.forward.checks.checked_kernels")

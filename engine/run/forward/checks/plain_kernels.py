@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from engine.attention.decode_state import PADDING, DecodeState, RowMemory, RowWrites
 from engine.attention.kv_cache import LayerKVCache
 from engine.kernels.products.codes import BITS, NUMBERS
+from engine.kernels.upload import upload
 from engine.layers.grouped_linear import ExpertGroups, GroupedLinear
 from engine.layers.rotary import apply_rotary
 from engine.layers.stream import RMSNorm
@@ -121,3 +123,35 @@ def plain_grouped_packed_product(
         products.append(product)
         start = end
     return torch.cat(products)
+
+
+def plain_advance(state: DecodeState) -> None:
+    """Make the inputs of the step that a decode batch's rows are at, and move the rows on."""
+    is_real = state.next_positions != PADDING
+    position = state.next_positions.clamp(min=0)
+    columns = (position // state.block_size).unsqueeze(1)
+    blocks = state.block_tables.gather(1, columns).squeeze(1).long()
+    slots = blocks * state.block_size + position % state.block_size
+    state.token_ids.copy_(torch.where(is_real, state.next_token_ids.clamp(min=0), 0))
+    state.positions.copy_(position)
+    state.slot_mapping.copy_(torch.where(is_real, slots, -1))
+    state.context_lens.copy_((position + 1) * is_real)
+    state.sampling.position.copy_(position + 1)
+    state.next_positions.add_(is_real)
+
+
+def plain_write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
+    """Write the host's changes to a decode batch's rows. sampled: the tokens of the step before."""
+    rows, wide, narrow, sampled_at, table_places, block_ids, order = upload(
+        writes, memory.wide.device
+    )
+    memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)
+    if len(order):
+        memory.order.copy_(order)
+    pending = sampled_at >= 0
+    # before the rows are written that they may lie in
+    tokens = None if sampled is None else sampled[sampled_at[pending]]
+    memory.wide.index_copy_(1, rows, wide)
+    memory.narrow.index_copy_(1, rows, narrow)
+    if tokens is not None:
+        memory.wide[0].index_copy_(0, rows[pending], tokens)
