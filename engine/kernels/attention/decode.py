@@ -35,7 +35,6 @@ from engine.kernels.attention.prefix import (
     attend_to_prefixes,
     count_prefix_splits,
 )
-from engine.kernels.gpu_kind import GpuKind, kind_of
 
 # 512 tokens of 8 heads of 128 are 2 MiB of bfloat16, and what is left of them for the merge 0.4 % of that.
 SPLIT_TOKENS = 512
@@ -143,14 +142,9 @@ def decode_kernel(
             places = out_ptr + row * (HEADS * HEAD_DIM) + head_places
             tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
         else:
-            # The places of heads and splits are added in 32 bits. In 64 bits the compiler would add a head's place to
-            # the pointer before the loop, keep the sum through the loop, and spill it.
-            part = num_prefix_splits + split
-            first_part = seq * max_splits * HEADS
-            result_places = part * (HEADS * HEAD_DIM) + head_places
-            tl.store(partial_ptr + first_part * HEAD_DIM + result_places, result, mask=inside)
-            logsum_places = logsum_ptr + first_part + (part * HEADS + head)
-            tl.store(logsum_places, row_max + tl.log2(row_sum), mask=group < GROUP)
+            part = (seq * max_splits + num_prefix_splits + split) * HEADS
+            tl.store(partial_ptr + part * HEAD_DIM + head_places, result, mask=inside)
+            tl.store(logsum_ptr + part + head, row_max + tl.log2(row_sum), mask=group < GROUP)
 
     if num_splits + num_prefix_splits > 1:
         tl.debug_barrier()  # all of this program's threads have stored before one of them says so
@@ -218,36 +212,13 @@ def choose_num_programs(num_pairs: int, num_processors: int) -> int:
     return min(-(-PROGRAMS_PER_PROCESSOR * num_processors // num_pairs), MAX_SPLITS)
 
 
-@dataclass(frozen=True)
-class DecodeShape:
-    """The size of a program of decode attention.
-
-    tile: how many tokens' keys and values it reads at once.
-    num_stages: stages of its loop over tiles, see NUM_STAGES.
-    max_registers: of a thread; None leaves that to the assembler.
-    """
-
-    tile: int
-    num_stages: int
-    max_registers: int | None
-
-
-def decode_shape(dim_pad: int, itemsize: int, gpu: GpuKind, *, is_fp8: bool) -> DecodeShape:
-    """Return the shape that suits a GPU's registers and shared memory. itemsize: bytes of a query's number."""
-    tile = tile_tokens(dim_pad, itemsize, DECODE_TILE_BYTES)
-    if not is_fp8:
-        # A thread takes 152 or 168 otherwise for heads of 256, which leaves room for 3 programs and not 4.
-        return DecodeShape(tile, NUM_STAGES, 128 if dim_pad > 128 else None)
-    if gpu.has_tensor_memory:
-        return DecodeShape(tile, FP8_STAGES, 144)  # tiles of twice as many tokens spill here
-
-    # A tile of FP8 numbers has twice as many tokens in the same bytes. That saves a tenth of the instructions for a
-    # token in heads of 128, and more in others (compiled for sm_90).
-    tile = tile_tokens(dim_pad, itemsize, DECODE_TILE_BYTES * itemsize)
-    if not gpu.has_warp_groups:
-        return DecodeShape(tile, NUM_STAGES, 240)  # shared memory has room for two programs
-    # A thread takes up to 184 otherwise. With 128 four programs share a Hopper multiprocessor, with 144 three.
-    return DecodeShape(tile, NUM_STAGES, 128 if dim_pad <= 64 else 144)
+def max_registers(dim_pad: int, *, is_fp8: bool) -> int | None:
+    """Return how many registers a thread has at most; None leaves that to the assembler."""
+    if is_fp8:
+        # It takes 128 otherwise and spills some. With 144 three programs share a Hopper multiprocessor and not four.
+        return 144
+    # It takes 152 or 168 otherwise for heads of 256, which leaves room for 3 programs and not 4.
+    return 128 if dim_pad > 128 else None
 
 
 def decode_attention(
@@ -282,8 +253,6 @@ def decode_attention(
     block_size, kv_heads = key_cache.shape[1:3]
     group, dim_pad = heads // kv_heads, pad_head_dim(head_dim)
     heads_pad = triton.next_power_of_2(group)
-    gpu = kind_of(query.device)
-    shape = decode_shape(dim_pad, query.element_size(), gpu, is_fp8=scales is not None)
     num_decodes = len(batch.rows)
     assert len(arrived) >= num_decodes * kv_heads
     # in this layer a query may see little of a long context
@@ -309,9 +278,10 @@ def decode_attention(
         HEADS=heads, GROUP=group, GROUP_PAD=max(heads_pad, DOT_MIN),
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
-        TILE=shape.tile,
+        TILE=tile_tokens(dim_pad, query.element_size(), DECODE_TILE_BYTES),
         SPLIT=split_tokens, MAX_SPLITS=MAX_SPLITS,
         MERGED_SPLITS=MAX_SPLITS if prefixes is None else 2 * MAX_SPLITS,
         HEADS_PAD=heads_pad, PARTS=max(MERGED_ROWS // heads_pad, 1),
-        num_warps=4, num_stages=shape.num_stages, maxnreg=shape.max_registers,
+        num_warps=4, num_stages=NUM_STAGES if scales is None else FP8_STAGES,
+        maxnreg=max_registers(dim_pad, is_fp8=scales is not None),
     )  # fmt: skip

@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 256
 # Stages of the loops over tiles. Keys and values have two buffers each, because the block ids that their
 # places depend on come from the iteration before (seen in code compiled for sm_90).
 NUM_STAGES = 3
-# Tiles of FP8 keys and values with the same number of tokens are half as large, and there are four buffers.
+# FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers.
 FP8_STAGES = 5
 # Bytes of a tile's keys or values. Decode: both with two buffers are 32 KiB, so that five programs share a Hopper
 # multiprocessor's 228 KiB, with 160 KiB on their way. Prefill: two programs beside their queries.
