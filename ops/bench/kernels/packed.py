@@ -33,6 +33,10 @@ NUM_WEIGHTS = 8  # of a size, together more than the caches of most processors
 FP8_NAN = 127  # without its sign
 
 
+class NotPackedError(Exception):
+    """Raised if this processor does not keep weights of a kind packed."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a weight is packed. group: the number of columns that share a scale; None for one scale a row."""
@@ -55,11 +59,11 @@ KINDS = {
 def make_packed(
     kind: Kind, out_features: int, in_features: int, kernels: PackedKernels
 ) -> PackedProduct:
-    """A product with random codes. Raises RuntimeError if this processor does not keep them packed."""
+    """A product with random codes. Raises NotPackedError."""
     group = kind.group or in_features
     block = kernels.block(kind.codes, group)
     if block is None:
-        raise RuntimeError(f"weights of {kind.codes} are unpacked on this processor")
+        raise NotPackedError(f"weights of {kind.codes} are unpacked on this processor")
     num_codes = 1 << BITS[kind.codes]
     codes = torch.randint(0, num_codes, (out_features, in_features)).to(torch.uint8)
     if kind.codes == "fp8":
@@ -152,7 +156,7 @@ def main() -> None:
             ratios = ratios_of(KINDS[name], out_features, in_features, options.rows, options.rounds)
             size = f"{out_features} × {in_features}, {name}"
             table.append([size, *(f"{ratio:.2f}" for ratio in ratios)])
-    except RuntimeError as error:
+    except NotPackedError as error:
         sys.exit(str(error))
     print_table(["out × in, weights", *(f"{rows:,} rows" for rows in options.rows)], table)
 
